@@ -1,0 +1,69 @@
+# make demo: an answer from SGLang through this plugin; make test: everything that CI checks.
+# Both do all their set-up, in .venv, on a machine that has Python 3.10 to 3.12 and a C compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps --progress-bar off
+say = @printf '\n== %s\n' "$(1)"
+# .pyc files halve every server start; torch's own thread pools fight over few cores.
+unexport PYTHONDONTWRITEBYTECODE
+
+NATIVE_SOURCES := setup.py $(wildcard native_bindings/*.py native_bindings/*/* csrc/flagcx_shim/* csrc/include/*)
+
+.PHONY: setup demo test check lint typecheck pytest hostcx sanitize bench clean
+
+setup: $(VENV)/.installed hostcx
+
+$(VENV)/bin/python:
+	$(call say,[1/4] creating the virtual environment $(VENV) with $(PYTHON))
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else f"Python 3.10 to 3.12 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.requirements: requirements/sglang-empty.txt requirements/dev.txt | $(VENV)/bin/python
+	$(call say,[2/4] installing SGLang 0.5.11 and what it imports: about 5 GB and two minutes)
+	$(PIP) -r requirements/sglang-empty.txt -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.standin: $(wildcard standin/*.py standin/*.toml standin/*/*.py) | $(VENV)/.requirements
+	$(call say,[3/4] sgl_kernel: a stand-in where the real one is not installed)
+	$(BIN)/python standin/install.py
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES) $(VENV)/.requirements $(VENV)/.standin
+	$(call say,[4/4] building and installing sglang_fl in place)
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+hostcx:
+	@$(MAKE) --no-print-directory -C csrc/hostcx OUT=$(CURDIR)/build/hostcx
+
+demo: setup
+	@$(BIN)/python -m sglang_fl.testing.demo
+
+test: check pytest sanitize
+
+check: lint typecheck
+
+lint: setup
+	$(call say,ruff: lint and format)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup
+	$(call say,mypy)
+	$(BIN)/mypy
+
+pytest: setup
+	$(call say,tests in processes of their own: unit, native, distributed)
+	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2
+	$(call say,tests that start real SGLang servers)
+	$(BIN)/python -m pytest tests/e2e
+
+sanitize:
+	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT=$(CURDIR)/build/sanitize
+
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf build $(VENV)
