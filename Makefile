@@ -55,9 +55,9 @@ typecheck: setup
 
 pytest: setup
 	$(call say,tests in processes of their own: unit, native, distributed)
-	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2
+	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
 	$(call say,tests that start real SGLang servers)
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest tests/e2e --complete
 
 sanitize:
 	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT=$(CURDIR)/build/sanitize

@@ -10,6 +10,11 @@ _GPU_REASON = "needs a GPU"
 _left_out: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--complete``, which make passes: whatever did not run fails the run."""
+    parser.addoption("--complete", action="store_true", help="fail if anything but a gpu test was left out")
+
+
 def _is_allowed(keywords: object, reason: str) -> bool:
     return "gpu" in keywords and _GPU_REASON in reason  # type: ignore[operator]
 
@@ -52,10 +57,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if worker_output is not None:
         worker_output["left_out"] = _left_out
         return
-    if _left_out and session.exitstatus == pytest.ExitCode.OK and not config.option.keyword:
+    if _left_out and session.exitstatus == pytest.ExitCode.OK and config.option.complete:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
     """Collect what an xdist worker left out."""
     _left_out.extend(getattr(node, "workeroutput", {}).get("left_out", []))
