@@ -219,10 +219,10 @@ class _RankProcess:
         """Kill the process and everything in its process group, and reap it; may be called again."""
         if self.descriptor < 0:
             return
-        # Not reaped yet, so neither number can belong to anybody else.
+        # multiprocessing may have reaped it, when the next rank was started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        os.kill(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self.process.join()
         os.close(self.descriptor)
         self.descriptor = -1
@@ -240,7 +240,11 @@ class _RankProcess:
         return text.strip() or "(no Python stack was written)"
 
     def request_stack(self) -> None:
-        os.kill(self.pid, signal.SIGUSR1)
+        self._signal(signal.SIGUSR1)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, number)
 
     def has_written_stack(self) -> bool:
         path = self.task.stack_path
@@ -252,7 +256,7 @@ def _failure_after_end(process: _RankProcess, expect_killed: bool) -> RankFailur
     rank, outcome, code = process.rank, process.outcome(), process.process.exitcode
     assert code is not None
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "signal"
         if expect_killed and -code == signal.SIGKILL:
             return None
         when = " after it had returned its result" if outcome and outcome.text is None else ""
