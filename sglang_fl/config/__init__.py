@@ -1,0 +1,46 @@
+"""Settings of the plugin: one table of fields, read once from environment, YAML and platform defaults."""
+
+from sglang_fl.config.chips import CHIPS, Chip, canonical_vendor, find_chip
+from sglang_fl.config.fields import FIELDS, SECTIONS, Field
+from sglang_fl.config.loader import CONFIG_DIR as _CONFIG_DIR
+from sglang_fl.config.loader import load_settings
+from sglang_fl.config.problems import Problem, SettingsError, closest
+from sglang_fl.config.settings import (
+    AtenSettings,
+    CommSettings,
+    OpsSettings,
+    SettingRow,
+    Settings,
+    SystemSettings,
+)
+from sglang_fl.config.sources import Source, SourceKind
+from sglang_fl.config.values import BackendKind, CommBackend, CommMode, LogLevel, OpBackend, OpOrder
+
+__all__ = [
+    "CHIPS",
+    "FIELDS",
+    "SECTIONS",
+    "_CONFIG_DIR",
+    "AtenSettings",
+    "BackendKind",
+    "Chip",
+    "CommBackend",
+    "CommMode",
+    "CommSettings",
+    "Field",
+    "LogLevel",
+    "OpBackend",
+    "OpOrder",
+    "OpsSettings",
+    "Problem",
+    "SettingRow",
+    "Settings",
+    "SettingsError",
+    "Source",
+    "SourceKind",
+    "SystemSettings",
+    "canonical_vendor",
+    "closest",
+    "find_chip",
+    "load_settings",
+]

@@ -1,0 +1,66 @@
+"""The types that settings take beyond bool, str and Path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class TextEnum(str, Enum):
+    """An enumeration whose members are, compare as and print as their text, on every Python version."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class BackendKind(TextEnum):
+    """The three kinds of implementation."""
+
+    FLAGOS = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+
+class CommBackend(TextEnum):
+    """What carries collectives. AUTO is the first usable of flagcx, the vendor's library and torch."""
+
+    NCCL = "nccl"
+    HCCL = "hccl"
+    FLAGCX = "flagcx"
+    TORCH = "torch"
+    AUTO = "auto"
+
+
+class CommMode(TextEnum):
+    """ALL: every call of a group goes through the selected backend; FASTEST: per call, the fastest right one."""
+
+    ALL = "all"
+    FASTEST = "fastest"
+
+
+class LogLevel(TextEnum):
+    """Names of Python's logging levels."""
+
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+
+
+@dataclass(frozen=True)
+class OpBackend:
+    """One entry of an operator's order: a kind, or for ``vendor:NAME`` one vendor (canonical name)."""
+
+    kind: BackendKind
+    vendor: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.vendor}" if self.vendor else str(self.kind)
+
+
+@dataclass(frozen=True)
+class OpOrder:
+    """The order in which one operator's backends are tried: one to three entries, no two alike."""
+
+    op: str
+    backends: tuple[OpBackend, ...]
