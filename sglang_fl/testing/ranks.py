@@ -58,6 +58,14 @@ class RankContext:
         """A rendezvous address of this launch alone, for ``init_process_group(init_method=...)``."""
         return f"file://{self.directory / 'init_method'}"
 
+    @property
+    def note_path(self) -> Path:
+        return self.directory / f".note-{self.rank}"
+
+    def note(self, text: str) -> None:
+        """Say what this rank is doing now; it stands in the error if the rank hangs or dies."""
+        self.note_path.write_text(text)
+
     def store(self, name: str) -> Store:
         """Open the key-value store ``name``, which the ranks of this launch share and nobody else."""
         from torch._C._distributed_c10d import FileStore
@@ -234,10 +242,14 @@ class _RankProcess:
         assert isinstance(outcome, _Outcome)
         return outcome
 
-    def stack(self) -> str:
-        """Python stacks of all threads, where the process wrote them."""
-        text = self.task.stack_path.read_text() if self.task.stack_path.exists() else ""
-        return text.strip() or "(no Python stack was written)"
+    def last_words(self) -> str:
+        """The rank's last note, if it made one, and the Python stacks of its threads, if it could write them."""
+        context, lines = self.task.context, []
+        if context.note_path.exists():
+            lines.append(f"its last note: {context.note_path.read_text()}")
+        stack = self.task.stack_path.read_text() if self.task.stack_path.exists() else ""
+        lines.append(stack.strip() or "(no Python stack was written)")
+        return "\n".join(lines)
 
     def request_stack(self) -> None:
         self._signal(signal.SIGUSR1)
@@ -260,7 +272,7 @@ def _failure_after_end(process: _RankProcess, expect_killed: bool) -> RankFailur
         if expect_killed and -code == signal.SIGKILL:
             return None
         when = " after it had returned its result" if outcome and outcome.text is None else ""
-        text = f"rank {rank} was ended by {name} ({-code}){when}\n{process.stack()}"
+        text = f"rank {rank} was ended by {name} ({-code}){when}\n{process.last_words()}"
         return RankFailure(rank, FailureKind.KILLED, text)
     if outcome is not None and outcome.text is not None:
         return RankFailure(
@@ -292,7 +304,7 @@ def _failures_of_hung(hung: Sequence[_RankProcess], limit_s: float, after_failur
         RankFailure(
             process.rank,
             kind,
-            f"rank {process.rank} was still running {when}; it stood at\n{process.stack()}",
+            f"rank {process.rank} was still running {when}; it stood at\n{process.last_words()}",
         )
         for process in hung
     ]

@@ -120,6 +120,7 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_reported() -> None:
     """Given a rank that waits in C with the interpreter locked, at the limit its stack is told."""
 
     def hang_in_c(context: RankContext) -> int:
+        context.note("about to pause")
         if context.rank == 1:
             ctypes.PyDLL(None).pause()
         return os.getpid()
@@ -129,7 +130,9 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_reported() -> None:
 
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (1, FailureKind.TIMED_OUT)
-    assert "limit of 1 s" in failure.text and "hang_in_c" in failure.text
+    assert all(
+        words in failure.text for words in ("limit of 1 s", "hang_in_c", "its last note: about to pause")
+    )
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_not_waited_for_until_the_limit() -> None:
