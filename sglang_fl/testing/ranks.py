@@ -243,7 +243,7 @@ class _RankProcess:
         return outcome
 
     def last_words(self) -> str:
-        """The rank's last note, if it made one, and the Python stacks of its threads, if it could write them."""
+        """The rank's last note and the Python stacks of its threads, as far as it could write them."""
         context, lines = self.task.context, []
         if context.note_path.exists():
             lines.append(f"its last note: {context.note_path.read_text()}")
