@@ -15,6 +15,7 @@ from sglang_fl.config.settings import AtenSettings, CommSettings, OpsSettings, S
 from sglang_fl.config.sources import DEFAULT_SOURCE, DETECTED_SOURCE, Source, SourceKind
 from sglang_fl.config.value_types import InvalidValueError
 from sglang_fl.config.values import CommBackend
+from sglang_fl.config.yaml_file import read_yaml
 
 CONFIG_DIR = Path(__file__).resolve().parent
 _PREFIXES = ("SGLANG_FL_", "SGLANG_FLAGGEMS_")
@@ -101,8 +102,6 @@ def _read_platform_file(platform: str | None, problems: list[Problem]) -> Level:
 
 
 def _read_file(path: Path, shown: str, opened_by: str, kind: SourceKind, problems: list[Problem]) -> Level:
-    from sglang_fl.config.yaml_file import read_yaml
-
     level: Level = {}
     for entry in read_yaml(path, shown, opened_by, problems):
         field = entry.field
@@ -198,9 +197,7 @@ def _replaced_lists(environment: Level, file_level: Level) -> Iterator[str]:
             yield f"{field.yaml_key} in {weaker.where} is not used: {stronger.where} replaces it."
 
 
-def _flagcx_path_conflicts(
-    resolved: Mapping[str, Found], environment: Level, file_level: Level
-) -> Iterator[str]:
+def _flagcx_path_conflicts(resolved: Mapping[str, Found], environment: Level, file_level: Level) -> Iterator[str]:
     backend, path = resolved["comm.backend"], resolved["comm.flagcx_path"]
     if path.value is not None and backend.value not in (CommBackend.FLAGCX, CommBackend.AUTO):
         yield (

@@ -125,7 +125,8 @@ class Settings:
         """The names of a list or per-operator field that are not among `known`, each as a problem.
 
         Only a layer knows its operators and vendors, so it asks here, with the complete list, and either
-        raises ``SettingsError`` with the problems or shows their texts. Vendors are compared by canonical name.
+        raises ``SettingsError`` with the problems or shows their texts. Vendors are compared by canonical
+        name; for ``ops.backends`` the names are the operators.
         """
         names_type = FIELD_BY_NAME[field].type
         value = self.value(field) or ()

@@ -6,14 +6,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from sglang_fl.config.chips import CHIPS, canonical_vendor
 from sglang_fl.config.problems import closest
 from sglang_fl.config.values import BackendKind, OpBackend, OpOrder, TextEnum
+
+T = TypeVar("T")
 
 NOT_SET = "not set"
 MAX_BACKENDS_PER_OP = 3
@@ -39,9 +42,7 @@ class InvalidValueError(ValueError):
     line: the 1-based line inside a YAML file, or None for text.
     """
 
-    def __init__(
-        self, found: str, allowed: str, suggestion: str | None = None, line: int | None = None
-    ) -> None:
+    def __init__(self, found: str, allowed: str, suggestion: str | None = None, line: int | None = None) -> None:
         super().__init__(f"found {found}; allowed: {allowed}")
         self.found = found
         self.allowed = allowed
@@ -66,11 +67,15 @@ def describe(node: yaml.Node) -> str:
     return f"{word} {node.value}" if word else repr(node.value)
 
 
-def scalar_text(node: yaml.Node, allowed: str, tags: Iterable[str] = ("str",)) -> str:
-    """The text of a scalar node whose YAML type is one of `tags`; anything else is refused."""
-    if isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG_PREFIX) in tags:
-        return str(node.value)
-    raise InvalidValueError(describe(node), allowed, line=line_of(node))
+def _parse_node(node: yaml.Node, allowed: str, parse: Callable[[str], T], tags: tuple[str, ...] = ("str",)) -> T:
+    """`parse` of the text of a scalar node whose YAML type is one of `tags`; errors get the node's line."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG_PREFIX) not in tags:
+        raise InvalidValueError(describe(node), allowed, line=line_of(node))
+    try:
+        return parse(node.value)
+    except InvalidValueError as error:
+        error.line = line_of(node)
+        raise
 
 
 class ValueType(ABC):
@@ -104,12 +109,7 @@ class ScalarType(ValueType):
     tags: tuple[str, ...] = ("str",)
 
     def from_node(self, node: yaml.Node) -> object:
-        text = scalar_text(node, self.allowed, self.tags)
-        try:
-            return self.from_text(text)
-        except InvalidValueError as error:
-            error.line = line_of(node)
-            raise
+        return _parse_node(node, self.allowed, self.from_text, self.tags)
 
     def to_text(self, value: Any) -> str:
         return NOT_SET if value is None else str(value)
@@ -222,22 +222,17 @@ class Names(ValueType):
         return f"a list of {self.item}, separated by commas in a variable, as [a, b] in YAML"
 
     def from_text(self, text: str) -> tuple[str, ...]:
-        return self._unique(_check_name(entry, self.allowed) for entry in text.split(","))
+        return self._unique(self._check(entry) for entry in text.split(","))
 
     def from_node(self, node: yaml.Node) -> tuple[str, ...]:
         if not isinstance(node, yaml.SequenceNode):
             raise InvalidValueError(describe(node), self.allowed, line=line_of(node))
         if not node.value and not self.may_be_empty:
             raise InvalidValueError("an empty list", f"{self.allowed}, at least one", line=line_of(node))
-        return self._unique(self._entry(entry) for entry in node.value)
+        return self._unique(_parse_node(entry, self.allowed, self._check) for entry in node.value)
 
-    def _entry(self, node: yaml.Node) -> str:
-        text = scalar_text(node, self.allowed)
-        try:
-            return _check_name(text, self.allowed)
-        except InvalidValueError as error:
-            error.line = line_of(node)
-            raise
+    def _check(self, text: str) -> str:
+        return _check_name(text, self.allowed)
 
     def _unique(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.canonical(name) for name in names))
@@ -264,7 +259,7 @@ class OpOrders(ValueType):
             if not equals:
                 found = repr(entry.strip()) if entry.strip() else "an empty entry"
                 raise InvalidValueError(found, self.allowed)
-            self._add(orders, op, backends.split("|"))
+            self._add(orders, [self._backend(token) for token in backends.split("|")], op)
         return self._sorted(orders)
 
     def from_node(self, node: yaml.Node) -> tuple[OpOrder, ...]:
@@ -274,24 +269,19 @@ class OpOrders(ValueType):
         for key, value in node.value:
             if not isinstance(value, yaml.SequenceNode):
                 raise InvalidValueError(describe(value), self.allowed, line=line_of(value))
-            entries = [scalar_text(entry, self.allowed) for entry in value.value]
-            try:
-                self._add(orders, scalar_text(key, self.allowed), entries)
-            except InvalidValueError as error:
-                error.line = error.line or line_of(key)
-                raise
+            backends = [_parse_node(entry, self.allowed, self._backend) for entry in value.value]
+            _parse_node(key, self.allowed, partial(self._add, orders, backends))
         return self._sorted(orders)
 
-    def _add(self, orders: dict[str, OpOrder], op_text: str, entries: list[str]) -> None:
+    def _add(self, orders: dict[str, OpOrder], backends: list[OpBackend], op_text: str) -> None:
         op = _check_name(op_text, self.allowed)
         if op in orders:
             raise InvalidValueError(f"the operator {op} twice", self.allowed)
-        backends = tuple(self._backend(entry) for entry in entries)
         if not 1 <= len(backends) <= MAX_BACKENDS_PER_OP:
             raise InvalidValueError(f"{len(backends)} entries for {op}", self.allowed)
         if len(set(backends)) != len(backends):
             raise InvalidValueError(f"an entry twice for {op}", self.allowed)
-        orders[op] = OpOrder(op, backends)
+        orders[op] = OpOrder(op, tuple(backends))
 
     def _backend(self, text: str) -> OpBackend:
         token = text.strip()

@@ -32,7 +32,7 @@ class CommBackend(TextEnum):
 
 
 class CommMode(TextEnum):
-    """ALL: every call of a group goes through the selected backend; FASTEST: per call, the fastest right one."""
+    """ALL: every call of a group goes through the selected backend. FASTEST: per call, the fastest one."""
 
     ALL = "all"
     FASTEST = "fastest"

@@ -81,9 +81,7 @@ def _similar_file(path: Path) -> str | None:
     return repr(str(path.parent / name)) if name and name != path.name else None
 
 
-def _entries(
-    mapping: yaml.MappingNode, shown: str, section: str, problems: list[Problem]
-) -> Iterator[YamlEntry]:
+def _entries(mapping: yaml.MappingNode, shown: str, section: str, problems: list[Problem]) -> Iterator[YamlEntry]:
     first_lines: dict[str, int] = {}
     for key_node, node in mapping.value:
         line = line_of(key_node)
@@ -103,9 +101,7 @@ def _entries(
             problems.append(_unknown_key(where, key, section))
 
 
-def _section_entries(
-    node: yaml.Node, shown: str, section: str, problems: list[Problem]
-) -> Iterator[YamlEntry]:
+def _section_entries(node: yaml.Node, shown: str, section: str, problems: list[Problem]) -> Iterator[YamlEntry]:
     if isinstance(node, yaml.MappingNode):
         yield from _entries(node, shown, section, problems)
         return
