@@ -1,0 +1,6 @@
+"""``python -m sglang_fl``."""
+
+from sglang_fl.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The frame into which the commands are put; each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import NoReturn
+
+import click
+
+from sglang_fl import __version__
+from sglang_fl.comm.errors import CommError
+from sglang_fl.config import SettingsError
+
+# Command to the module of this folder whose ``command`` implements it, and what --help says of it.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("config", "Show every setting with its value and where it comes from."),
+}
+
+
+class LazyGroup(click.Group):
+    """Lists every command without importing one: torch alone takes seconds."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of :data:`COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command's module; None if there is no such command."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"sglang_fl.cli.{COMMANDS[cmd_name][0]}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table of commands, from the texts above."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="sglang_fl")
+def commands() -> None:
+    """sglang_fl: SGLang on every chip that FlagOS supports.
+
+    The plugin itself needs no command: once installed, SGLang loads it. These commands show, test and measure.
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line; an error of ours is its text and exit code 1, without a traceback."""
+    try:
+        commands(prog_name="python -m sglang_fl")
+    except (SettingsError, CommError) as error:
+        click.echo(str(error), err=True)
+        raise SystemExit(1) from error
+    raise SystemExit(0)

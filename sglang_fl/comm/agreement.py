@@ -1,0 +1,187 @@
+"""Ranks decide together: one bounded exchange per step, a common choice, and one error text on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.types import Backend, GroupContext, Transport
+from sglang_fl.selection import (
+    Availability,
+    Candidate,
+    Kind,
+    PassedOver,
+    Policy,
+    Selection,
+    SelectionError,
+    select,
+)
+
+ITEM = "communicator"
+
+
+def exchange(context: GroupContext, stage: str, value: Any) -> list[Any]:
+    """Every rank's ``value`` in group order. All ranks of the group must call it.
+
+    Raises:
+        AgreementError: a rank did not arrive within ``context.timeout_s``; names group, stage and that rank.
+    """
+    limit = timedelta(seconds=context.timeout_s)
+    try:
+        dist.monitored_barrier(context.cpu_group, timeout=limit, wait_all_ranks=True)
+        gathered: list[Any] = [None] * context.world_size
+        dist.all_gather_object(gathered, value, group=context.cpu_group)
+    except RuntimeError as error:
+        raise AgreementError(
+            f"group {context.name}, rank {context.rank} of ranks {list(context.ranks)}: not every rank reached "
+            f"'{stage}' within {context.timeout_s:g} s. Look at the log of the missing rank; is the plugin "
+            f"installed and loaded there? {_first_line(error)}"
+        ) from error
+    return gathered
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a group's ranks agreed on.
+
+    Attributes:
+        backend: the backend in use.
+        transport: its transport for this group; None where the caller keeps its own methods (a vendor's).
+        selection: this rank's candidates; what was passed over, why and, if it was a peer's doing, on which rank.
+    """
+
+    backend: Backend
+    transport: Transport | None
+    selection: Selection
+
+
+def agree(
+    context: GroupContext,
+    backends: Mapping[str, Backend],
+    policy: Policy,
+    native_kinds: frozenset[Kind] = frozenset(),
+) -> Agreed:
+    """Choose and create a backend for the group. All ranks of the group must call it.
+
+    Probing is local, choosing is common: the first candidate in the policy's order that is usable on every
+    rank. One whose creation fails anywhere is given up everywhere and the next is tried, unless ``policy``
+    is strict. Kinds in ``native_kinds`` are only chosen, not created: the caller has methods of its own.
+
+    Raises:
+        AgreementError: the ranks' policies differ, nothing works on all of them, or strict mode forbids
+            what does; the same text on every rank.
+    """
+    local = _local_selection(context, backends, policy)
+    views = exchange(context, "announce candidates", local)
+    _same_order(context, [view.order for view in views])
+    passed: list[PassedOver] = list(local.unnamed)
+    for name in local.order:
+        reason = _first_refusal(context, [view.reasons[name] for view in views])
+        if reason is None:
+            backend = backends[name]
+            if backend.kind in native_kinds:
+                return _agreed(context, backend, None, passed, local)
+            transport, reason = _create_everywhere(context, backend)
+            if transport is not None:
+                return _agreed(context, backend, transport, passed, local)
+        passed.append(PassedOver(name, reason or ""))
+        if policy.strict:
+            break
+    tried = "; ".join(f"{entry.impl_id}: {entry.reason}" for entry in passed)
+    strict = " Strict mode allows only the first choice." if policy.strict else ""
+    raise AgreementError(
+        f"group {context.name}: no communication backend can be used by all ranks. Tried {tried}.{strict} "
+        f"Choose another with SGLANG_FL_DIST_BACKEND, or mend what the reasons name."
+    )
+
+
+@dataclass(frozen=True)
+class _View:
+    """One rank's candidates in order, with the reason of each that it cannot use (empty: it can)."""
+
+    order: tuple[str, ...]
+    reasons: Mapping[str, str]
+    unnamed: tuple[PassedOver, ...]
+
+
+def _local_selection(context: GroupContext, backends: Mapping[str, Backend], policy: Policy) -> _View:
+    def refusal(backend: Backend, candidate: Candidate) -> str:
+        availability = backend.probe(context)
+        return policy.refusal(candidate) or ("" if availability.available else availability.reason)
+
+    candidates = {
+        backend.name: Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
+        for backend in backends.values()
+    }
+    # Ranked without probing and without vendor rules, so that the order is the same on every rank.
+    order_only = Policy(policy.prefer, policy.per_item)
+    try:
+        ranked = select(ITEM, candidates.values(), order_only)
+    except SelectionError as error:
+        raise AgreementError(f"group {context.name}: {error}") from error
+    order = tuple(candidate.impl_id for candidate in ranked.usable)
+    reasons = {name: refusal(backends[name], candidates[name]) for name in order}
+    unnamed = tuple(entry for entry in ranked.passed_over if entry.impl_id not in order)
+    return _View(order, reasons, unnamed)
+
+
+def _same_order(context: GroupContext, orders: Sequence[tuple[str, ...]]) -> None:
+    for rank, order in enumerate(orders):
+        if order != orders[0]:
+            raise AgreementError(
+                f"group {context.name}: the ranks' settings order the backends differently: global rank "
+                f"{context.ranks[0]} has {', '.join(orders[0])}; global rank {context.ranks[rank]} has "
+                f"{', '.join(order)}. Give every node the same SGLANG_FL_DIST_BACKEND, FLAGCX_PATH and "
+                f"SGLANG_FL_CONFIG, and the same installed backends."
+            )
+
+
+def _first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
+    refused = [(context.ranks[rank], reason) for rank, reason in enumerate(reasons) if reason]
+    if not refused:
+        return None
+    rank, reason = refused[0]
+    where = "all ranks" if len(refused) == len(reasons) else f"global rank {rank}"
+    return f"{where}: {reason}"
+
+
+def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transport | None, str]:
+    transport: Transport | None = None
+    problem = ""
+    try:
+        transport = backend.create(context)
+    except CommError as error:
+        problem = str(error)
+    problems = exchange(context, f"create {backend.name}", problem)
+    reason = _first_refusal(context, problems)
+    if reason is None:
+        return transport, ""
+    if transport is not None:
+        transport.close()
+    return None, f"creation failed on {reason}"
+
+
+def _agreed(
+    context: GroupContext,
+    backend: Backend,
+    transport: Transport | None,
+    passed: list[PassedOver],
+    local: _View,
+) -> Agreed:
+    considered = {entry.impl_id for entry in passed} | {backend.name}
+    later = [
+        PassedOver(name, local.reasons[name] or f"{backend.name} comes first")
+        for name in local.order
+        if name not in considered
+    ]
+    candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
+    return Agreed(backend, transport, Selection(context.name, candidate, (candidate,), (*passed, *later)))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,104 @@
+"""A transport over a torch.distributed process group, whichever c10d backend it has (gloo, nccl, hccl, ...)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
+from sglang_fl.selection import Availability, Kind
+
+# Sums that have a meaning in every backend; gloo would also "sum" bool, NCCL and FlagCX would not.
+REDUCIBLE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+class TorchTransport(Transport):
+    """Collectives over ``context.device_group``; it owns no group and destroys none."""
+
+    def __init__(self, name: str, context: GroupContext) -> None:
+        self.name = name
+        self.capabilities = Capabilities(
+            operations=frozenset(Operation),
+            reducible=REDUCIBLE,
+            movable=REDUCIBLE,
+            device_types=frozenset({context.device.type}),
+        )
+        self._group = context.device_group
+        self._ranks = context.ranks
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_reduce`."""
+        dist.all_reduce(tensor, group=self._group)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_gather`."""
+        dist.all_gather_into_tensor(output, tensor, group=self._group)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.reduce_scatter`."""
+        dist.reduce_scatter_tensor(output, tensor, group=self._group)
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.reduce`."""
+        dist.reduce(tensor, self._ranks[dst], group=self._group)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
+        """See :meth:`Transport.broadcast`."""
+        work: Work | None = dist.broadcast(tensor, self._ranks[src], group=self._group, async_op=True)
+        return work
+
+    def gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.gather`."""
+        dist.gather(tensor, outputs, dst=self._ranks[dst], group=self._group)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """See :meth:`Transport.send`."""
+        work = dist.isend(tensor, self._ranks[dst], group=self._group)
+        assert work is not None  # None only for a rank outside the group
+        return work
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """See :meth:`Transport.recv`."""
+        work = dist.irecv(tensor, self._ranks[src], group=self._group)
+        assert work is not None
+        return work
+
+    def close(self) -> None:
+        """Nothing of its own to give up."""
+
+
+class TorchBackend(Backend):
+    """torch.distributed over the group that the caller made."""
+
+    def __init__(self, name: str, kind: Kind, vendor: str = "", c10d_backend: str | None = None) -> None:
+        """``c10d_backend``: the only c10d backend that will do, such as ``nccl``; None takes any."""
+        self.name = name
+        self.kind = kind
+        self.vendor = vendor
+        self._c10d_backend = c10d_backend
+
+    def probe(self, context: GroupContext) -> Availability:
+        """Available if the group runs on the wanted c10d backend."""
+        if self._c10d_backend is None:
+            return Availability.yes()
+        found = str(dist.get_backend(context.device_group))
+        if found == self._c10d_backend:
+            return Availability.yes()
+        return Availability.no(
+            f"the group's torch.distributed backend is {found} (device {context.device.type}), not {self._c10d_backend}"
+        )
+
+    def create(self, context: GroupContext) -> TorchTransport:
+        """The group exists already; nothing is exchanged."""
+        return TorchTransport(self.name, context)

@@ -1,0 +1,1 @@
+"""Vendors' own communication libraries, one folder each."""

@@ -1,0 +1,234 @@
+"""What SGLang's entry points reach: the settings, the three layers switched on, the platform, the first report."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import platform as python_platform
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from sglang_fl import __version__
+from sglang_fl.config import CommBackend, Settings, SettingsError, load_settings
+from sglang_fl.devices import detect_platform
+from sglang_fl.sglang_hooks.registration import Hook
+
+logger = logging.getLogger("sglang_fl")
+
+PLATFORM_CLASS = "sglang_fl.platform:PlatformFL"
+PLATFORM_NAME = "sglang_fl"
+PACKAGES = ("sglang", "torch", "triton", "flag_gems")
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer, on or off, and why."""
+
+    name: str
+    is_on: bool
+    reason: str
+
+    def line(self) -> str:
+        """One line for the report."""
+        return f"{self.name}: {'on' if self.is_on else 'off'}: {self.reason}"
+
+
+@dataclass
+class Plugin:
+    """What the plugin is in this process; one object, made by the first entry point that SGLang calls."""
+
+    settings: Settings
+    platform: str | None
+    layers: list[LayerState] = field(default_factory=list)
+    hook_count: int = 0
+    reported: bool = False
+
+    def report(self) -> None:
+        """Log the first report, once, as soon as SGLang has configured logging."""
+        if self.reported:
+            return
+        self.reported = True
+        logger.setLevel(self.settings.system.log_level.value)
+        for line in self.report_lines():
+            logger.info("[sglang_fl] %s", line)
+        for warning in self.settings.warnings:
+            logger.warning("[sglang_fl] %s", warning)
+
+    def report_lines(self) -> list[str]:
+        """The settings that are not defaults with their sources, and each layer with its reason."""
+        versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
+        lines = [f"{__version__}, Python {python_platform.python_version()}, {versions}; {self.platform_line()}"]
+        lines += [layer.line() for layer in self.layers]
+        lines += [
+            f"setting {row.field} = {row.value} (from {row.source.where})"
+            for row in self.settings.rows()
+            if row.source.where != "default"
+        ]
+        return lines
+
+    def platform_line(self) -> str:
+        """Which platform was found and whether SGLang runs on ours or on its own."""
+        if self.platform is None:
+            return "platform: an accelerator that this version does not know; SGLang's own detection is used"
+        owner, reason = ("PlatformFL", "") if is_platform_needed(self.platform) else ("SGLang's own", NATIVE_REASON)
+        return f"platform {self.platform}: {owner}{reason}"
+
+
+NATIVE_REASON = " (NVIDIA with sgl_kernel needs none of ours)"
+_plugin: Plugin | None = None
+_loaded = False
+
+
+def load_plugin() -> None:
+    """Switch the layers on in this process. Idempotent; called by SGLang in every process that loads plugins.
+
+    Raises:
+        SystemExit: the configuration is wrong, in a process of SGLang's own; SGLang would swallow an error
+            and serve without the plugin. In a user's program ``sglang.Engine(...)`` raises the error instead.
+    """
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    from sglang_fl.sglang_hooks import server
+
+    try:
+        plugin = _this_plugin()
+        _switch_on(plugin)
+    except ConfigurationError as error:
+        if server.is_command_or_child():
+            raise SystemExit(f"sglang_fl: {error}") from error
+        from sglang_fl.sglang_hooks.registration import register
+
+        register(server.raise_hooks(error))
+
+
+def activate_platform() -> str | None:
+    """The platform class for SGLang, or None where SGLang's own platform is the right one.
+
+    Raises:
+        SystemExit: the configuration is wrong, in a process of SGLang's own; elsewhere ``load_plugin`` tells.
+    """
+    from sglang_fl.sglang_hooks import server
+
+    try:
+        platform = _this_plugin().platform
+    except ConfigurationError as error:
+        if server.is_command_or_child():
+            raise SystemExit(f"sglang_fl: {error}") from error
+        platform = detect_platform()
+    return PLATFORM_CLASS if platform is not None and is_platform_needed(platform) else None
+
+
+def active_platform() -> str:
+    """The name of the platform whose data :class:`sglang_fl.platform.PlatformFL` answers with."""
+    platform = _plugin.platform if _plugin is not None else detect_platform()
+    if platform is None:
+        raise ConfigurationError("no platform of sglang_fl fits this machine; set SGLANG_FL_PLATFORM")
+    return platform
+
+
+class ConfigurationError(ValueError):
+    """The plugin cannot do what the settings, or this SGLang, ask of it."""
+
+
+def is_platform_needed(platform: str) -> bool:
+    """False where SGLang alone serves best: on NVIDIA with a real sgl_kernel, unless it was asked for."""
+    from sglang.srt.environ import envs
+
+    if platform != "cuda" or envs.SGLANG_PLATFORM.get() == PLATFORM_NAME:
+        return True
+    return not has_real_sgl_kernel()
+
+
+def has_real_sgl_kernel() -> bool:
+    """Whether the vendor's sgl_kernel is installed, as opposed to none or the stand-in."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return False
+    import sgl_kernel
+
+    return not getattr(sgl_kernel, "__sglang_fl_standin__", False)
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of each package that matters, for those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _this_plugin() -> Plugin:
+    global _plugin
+    if _plugin is None:
+        detected = detect_platform()
+        try:
+            settings = load_settings(platform=detected)
+        except SettingsError as error:
+            raise ConfigurationError(str(error)) from error
+        platform = settings.system.platform
+        from sglang_fl.platform import PLATFORMS
+
+        _plugin = Plugin(settings, platform if platform in PLATFORMS else None)
+    return _plugin
+
+
+def _switch_on(plugin: Plugin) -> None:
+    from sglang_fl.sglang_hooks import server
+    from sglang_fl.sglang_hooks.registration import misfits, register
+
+    plugin.layers = [
+        LayerState("layer 1, ATen operators", False, "this version of sglang_fl has none"),
+        LayerState("layer 2, fused operators", False, "this version of sglang_fl has none"),
+    ]
+    hooks: list[Hook] = [server.report_hook(plugin.report)]
+    backend = plugin.settings.system.attention_backend
+    if backend is not None:
+        hooks.append(server.attention_backend_hook(backend))
+    hooks += _communication_hooks(plugin)
+    problems = misfits(hooks)
+    if problems:
+        raise ConfigurationError(
+            f"the installed SGLang {installed_versions().get('sglang', '')} does not fit: {'; '.join(problems)}. "
+            f"sglang_fl {__version__} supports SGLang 0.5.11. SGLANG_PLUGINS=__none__ serves without it."
+        )
+    register(hooks)
+    plugin.hook_count = len(hooks)
+
+
+def _communication_hooks(plugin: Plugin) -> list[Hook]:
+    from sglang_fl.platform import PLATFORMS
+    from sglang_fl.selection import Kind
+    from sglang_fl.sglang_hooks import coordinator, cpu, groups
+
+    settings = plugin.settings
+    data = PLATFORMS.get(plugin.platform or "")
+    is_native = data is not None and settings.comm.backend.value == data.vendor_backend
+    source = settings.source("comm.backend").where
+    chosen = f"{settings.comm.backend.value} (from {source}), mode {settings.comm.mode.value}"
+    reason = f"{chosen}; SGLang's own methods, none of them is hooked" if is_native else chosen
+    plugin.layers.append(LayerState("layer 3, communication", not is_native, reason))
+    native_kinds = frozenset({Kind.VENDOR})
+    versions = {"sglang_fl": __version__, **installed_versions()}
+    state = groups.Groups(settings, versions, native_kinds)
+    hooks = state.own_hooks()
+    if not is_native:
+        coordinator.prepare()
+        hooks += coordinator.METHOD_HOOKS
+    if plugin.platform == "cpu":
+        hooks += cpu.hooks()
+    state.hooks = hooks
+    return hooks
+
+
+__all__ = [
+    "CommBackend",
+    "ConfigurationError",
+    "Plugin",
+    "activate_platform",
+    "active_platform",
+    "load_plugin",
+]

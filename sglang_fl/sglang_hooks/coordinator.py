@@ -1,0 +1,178 @@
+"""AROUND hooks on GroupCoordinator: each has the signature of what it wraps and hands the call to CommunicatorFL.
+
+A group without a communicator (one rank, or the vendor's own route was agreed on) keeps SGLang's own method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_fl.sglang_hooks.registration import Hook
+
+COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+Original = Callable[..., Any]
+
+
+def _all_reduce(original: Original, self: Any, input_: Any) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_) if communicator is None else communicator.all_reduce(input_)
+
+
+def _all_reduce_in_place(original: Original, self: Any, input_: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, input_)
+    communicator.all_reduce(input_)
+    return None
+
+
+def _quant_all_reduce(original: Original, self: Any, input_: Any) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_) if communicator is None else communicator.all_reduce(input_)
+
+
+def _all_gather(original: Original, self: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, input_, dim, output_tensor_list)
+    return communicator.all_gather(input_, dim, output_tensor_list)
+
+
+def _all_gather_into_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input)
+    communicator.all_gather_into_tensor(output, input)
+    return None
+
+
+def _all_gatherv(original: Original, self: Any, input_: Any, sizes: Any = None) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_, sizes) if communicator is None else communicator.all_gatherv(input_, sizes)
+
+
+def _reduce_scatter_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input)
+    return communicator.reduce_scatter_tensor(output, input)
+
+
+def _public_reduce_scatter_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input)
+    communicator.reduce_scatter_tensor(output, input)
+    return None
+
+
+def _reduce_scatter(original: Original, self: Any, output: Any, input_list: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input_list)
+    return communicator.reduce_scatter(output, input_list)
+
+
+def _reduce_scatterv(original: Original, self: Any, input_: Any, output: Any = None, sizes: Any = None) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, input_, output, sizes)
+    return communicator.reduce_scatterv(input_, output, sizes)
+
+
+def _gather(original: Original, self: Any, input_: Any, dst: int = 0, dim: int = -1) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_, dst, dim) if communicator is None else communicator.gather(input_, dst, dim)
+
+
+def _broadcast(original: Original, self: Any, input_: Any, src: int = 0) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_, src) if communicator is None else communicator.broadcast(input_, src)
+
+
+def _broadcast_tensor_dict(
+    original: Original,
+    self: Any,
+    tensor_dict: Any = None,
+    src: int = 0,
+    group: Any = None,
+    metadata_group: Any = None,
+) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, tensor_dict, src, group, metadata_group)
+    # SGLang replaces both group arguments by the coordinator's own groups as well.
+    return communicator.broadcast_tensor_dict(tensor_dict, src)
+
+
+def _send(original: Original, self: Any, tensor: Any, dst: Any = None) -> Any:
+    communicator = self.fl_communicator
+    return original(self, tensor, dst) if communicator is None else communicator.send(tensor, dst)
+
+
+def _recv(original: Original, self: Any, size: Any, dtype: Any, src: Any = None) -> Any:
+    communicator = self.fl_communicator
+    return original(self, size, dtype, src) if communicator is None else communicator.recv(size, dtype, src)
+
+
+def _send_tensor_dict(
+    original: Original,
+    self: Any,
+    tensor_dict: Any,
+    dst: Any = None,
+    all_gather_group: Any = None,
+    async_send: bool = False,
+) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, tensor_dict, dst, all_gather_group, async_send)
+    return communicator.send_tensor_dict(tensor_dict, dst, all_gather_group, async_send)
+
+
+def _recv_tensor_dict(original: Original, self: Any, src: Any = None, all_gather_group: Any = None) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, src, all_gather_group)
+    return communicator.recv_tensor_dict(src, all_gather_group)
+
+
+def _destroy(original: Original, self: Any) -> Any:
+    communicator, self.fl_communicator = self.fl_communicator, None
+    if communicator is not None:
+        communicator.destroy()
+    return original(self)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "_all_reduce_in_place": _all_reduce_in_place,
+    "quant_all_reduce": _quant_all_reduce,
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "_all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gatherv": _all_gatherv,
+    "reduce_scatter_tensor": _public_reduce_scatter_tensor,
+    "_reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatterv": _reduce_scatterv,
+    "gather": _gather,
+    "broadcast": _broadcast,
+    "broadcast_tensor_dict": _broadcast_tensor_dict,
+    "send": _send,
+    "recv": _recv,
+    "send_tensor_dict": _send_tensor_dict,
+    "recv_tensor_dict": _recv_tensor_dict,
+    "destroy": _destroy,
+}
+
+METHOD_HOOKS: tuple[Hook, ...] = tuple(
+    Hook(f"{COORDINATOR}.{method}", function) for method, function in _METHODS.items()
+)
+
+
+def prepare() -> None:
+    """Give the class the attribute that the hooks read, for groups that never get a communicator."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    GroupCoordinator.fl_communicator = None

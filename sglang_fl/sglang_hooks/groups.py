@@ -1,0 +1,211 @@
+"""Gives each of SGLang's groups its communicator, and compares all ranks once SGLang has made its groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_fl.comm.agreement import Agreed, agree, exchange
+from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.types import GroupContext
+from sglang_fl.config import Settings
+from sglang_fl.selection import Kind
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead
+
+logger = logging.getLogger("sglang_fl.comm")
+
+PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
+
+
+class HookError(RuntimeError):
+    """A hook that the plugin needs is not live; serving on would mean serving without the plugin."""
+
+
+@dataclass
+class GroupRecord:
+    """What became of one of SGLang's groups in this process."""
+
+    name: str
+    ranks: tuple[int, ...]
+    choice: str
+    reasons: tuple[str, ...] = ()
+    communicator: CommunicatorFL | None = None
+
+    def line(self) -> str:
+        """One line for the report."""
+        reasons = f"; {'; '.join(self.reasons)}" if self.reasons else ""
+        return f"group {self.name} ranks {list(self.ranks)}: {self.choice}{reasons}"
+
+
+@dataclass
+class Groups:
+    """The plugin's view of SGLang's groups; one object a process, its methods are the hooks.
+
+    Attributes:
+        settings: this process's.
+        versions: package to version, compared across ranks.
+        native_kinds: kinds of backends for which SGLang's own methods are kept.
+        hooks: every hook that must be live, this object's own included.
+    """
+
+    settings: Settings
+    versions: dict[str, str]
+    native_kinds: frozenset[Kind]
+    hooks: list[Hook] = field(default_factory=list)
+    records: list[GroupRecord] = field(default_factory=list)
+    timeout_s: float = 120.0
+
+    def own_hooks(self) -> list[Hook]:
+        """Hooks on the functions that make groups; none of them is on a path that serves requests."""
+        return [
+            Hook(f"{PARALLEL_STATE}.init_world_group", self._after_init_world_group, HookKind.AFTER),
+            Hook(f"{PARALLEL_STATE}.init_model_parallel_group", self._after_init_group, HookKind.AFTER),
+            Hook(f"{PARALLEL_STATE}.initialize_model_parallel", self._after_initialize, HookKind.AFTER),
+        ]
+
+    def _after_init_world_group(
+        self, result: Any, ranks: Any, local_rank: Any, backend: Any, recovered_rank: bool = False
+    ) -> None:
+        self._attach(result, recovered_rank)
+
+    def _after_init_group(
+        self,
+        result: Any,
+        group_ranks: Any,
+        local_rank: Any,
+        backend: Any,
+        use_pynccl: Any = None,
+        use_custom_allreduce: Any = None,
+        use_message_queue_broadcaster: bool = False,
+        group_name: Any = None,
+        use_mscclpp_allreduce: Any = None,
+        use_torch_symm_mem_allreduce: Any = None,
+        recovered_rank: bool = False,
+    ) -> None:
+        self._attach(result, recovered_rank)
+
+    def _attach(self, coordinator: Any, recovered_rank: bool) -> None:
+        ranks = tuple(coordinator.ranks)
+        record = GroupRecord(coordinator.unique_name, ranks, "")
+        self.records.append(record)
+        if len(ranks) == 1:
+            record.choice = "one rank, nothing to communicate"
+            return
+        if recovered_rank:
+            record.choice = "SGLang's own (a recovered rank's peers do not agree anew)"
+            return
+        self.require_live()
+        context = group_context(
+            coordinator.cpu_group,
+            coordinator.device_group,
+            coordinator.device,
+            ranks,
+            coordinator.unique_name,
+            self.settings,
+            self.timeout_s,
+        )
+        policy = communicator_policy(self.settings)
+        agreed = agree(context, discover_backends().backends, policy, self.native_kinds)
+        record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.selection.passed_over)
+        self._hang(coordinator, context, agreed, record)
+
+    def _hang(self, coordinator: Any, context: GroupContext, agreed: Agreed, record: GroupRecord) -> None:
+        if agreed.transport is None:
+            record.choice = f"{agreed.backend.name} (SGLang's own methods)"
+            return
+        record.communicator = CommunicatorFL.from_agreed(context, agreed)
+        record.choice = agreed.backend.name
+        coordinator.fl_communicator = record.communicator
+
+    def require_live(self) -> None:
+        """Check by identity that every hook is live in this process.
+
+        Raises:
+            HookError: names each that is not, with the reason.
+        """
+        problems = dead(self.hooks)
+        if problems:
+            raise HookError(
+                "sglang_fl: required hooks are not live: "
+                + "; ".join(problems)
+                + ". SGLang's log has the cause ('Failed to apply hooks'). "
+                "SGLANG_PLUGINS=__none__ serves without the plugin."
+            )
+
+    def _after_initialize(
+        self,
+        result: Any,
+        tensor_model_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        attention_data_parallel_size: int = 1,
+        attention_context_model_parallel_size: int = 1,
+        moe_data_model_parallel_size: int = 1,
+        backend: Any = None,
+        duplicate_tp_group: bool = False,
+        enable_symm_mem: bool = False,
+        recovered_rank: bool = False,
+    ) -> None:
+        self.require_live()
+        ranks = self._compare_ranks()
+        for record in self.records:
+            logger.info("[sglang_fl] %s", record.line())
+        logger.info("[sglang_fl] hooks live: %d of %d, checked by identity", len(self.hooks), len(self.hooks))
+        logger.info(
+            "[sglang_fl] settings, versions and choices are equal on %d rank(s), digest %s",
+            ranks,
+            self.settings.digest()[:12],
+        )
+
+    def _compare_ranks(self) -> int:
+        from sglang.srt.distributed.parallel_state import get_world_group
+
+        world = get_world_group()
+        if world.world_size == 1:
+            return 1
+        context = group_context(
+            world.cpu_group,
+            world.device_group,
+            world.device,
+            world.ranks,
+            world.unique_name,
+            self.settings,
+            self.timeout_s,
+        )
+        views = exchange(context, "compare settings", self._comparable())
+        compare(views)
+        return len(views)
+
+    def _comparable(self) -> dict[str, str]:
+        versions = {f"version of {name}": version for name, version in self.versions.items()}
+        # Groups of one name exist once per set of ranks; only those of the same ranks must be alike.
+        choices = {f"backend of {r.name} {list(r.ranks)}": r.choice for r in self.records if r.communicator}
+        return {**self.settings.comparable(), **versions, **choices}
+
+
+def compare(views: Sequence[dict[str, str]]) -> None:
+    """``views[r]``: field to text of global rank r. A field that only some ranks have is not compared.
+
+    Raises:
+        AgreementError: names the field, and for each value the ranks that have it.
+    """
+    problems = []
+    for name in sorted({name for view in views for name in view}):
+        by_value: dict[str, list[int]] = {}
+        for rank, view in enumerate(views):
+            if name in view:
+                by_value.setdefault(view[name], []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value!r} on rank(s) {ranks}" for value, ranks in by_value.items())
+            problems.append(f"{name} is {values}")
+    if problems:
+        raise AgreementError(
+            "sglang_fl: the ranks of this server differ: "
+            + "; ".join(problems)
+            + ". Give all nodes the same settings and the same versions."
+        )

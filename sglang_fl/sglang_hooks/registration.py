@@ -1,0 +1,113 @@
+"""Register hooks with SGLang's HookRegistry, check them against the installed SGLang, and prove that they are live."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+
+class HookKind(str, Enum):
+    """As SGLang's ``HookType``, which cannot be imported before SGLang is."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+
+
+# Parameters that SGLang puts before the target's own when it calls a hook.
+LEADING_PARAMETERS = {HookKind.BEFORE: 0, HookKind.AFTER: 1, HookKind.AROUND: 1}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One hook.
+
+    Attributes:
+        target: dotted path of the function or method.
+        function: what SGLang calls; its parameters after the leading one equal the target's.
+        kind: before, after or around.
+    """
+
+    target: str
+    function: Callable[..., Any]
+    kind: HookKind = HookKind.AROUND
+
+
+def register(hooks: Iterable[Hook]) -> None:
+    """Hand the hooks to SGLang, which applies them when all plugins have been executed."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind.value))
+
+
+def misfits(hooks: Iterable[Hook]) -> list[str]:
+    """What of ``hooks`` does not fit the installed SGLang: a missing target, or other parameters.
+
+    Imports the targets' modules. Called before the hooks are applied.
+    """
+    problems = []
+    for hook in hooks:
+        try:
+            target = pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{hook.target} does not exist in the installed SGLang ({error})")
+            continue
+        wanted, found = _own_parameters(hook), _parameters(target)
+        if wanted != found:
+            problems.append(
+                f"{hook.target} has the parameters ({', '.join(found)}), the plugin knows ({', '.join(wanted)})"
+            )
+    return problems
+
+
+def dead(hooks: Iterable[Hook]) -> list[str]:
+    """Which of ``hooks`` are not live, by identity, with the place where the old function is still in use."""
+    problems = []
+    for hook in hooks:
+        current = pkgutil.resolve_name(hook.target)
+        chain = list(_wrapping_chain(current))
+        if not any(hook.function in _closure(function) for function in chain):
+            problems.append(f"{hook.target}: SGLang did not apply the hook")
+            continue
+        problems += [
+            f"{hook.target}: {module}.{name} is still the unhooked function"
+            for module, name in _stale_bindings(chain[-1], current)
+        ]
+    return problems
+
+
+def _own_parameters(hook: Hook) -> list[str]:
+    return _parameters(hook.function)[LEADING_PARAMETERS[hook.kind] :]
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function, follow_wrapped=True).parameters.values()
+    return [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+
+
+def _wrapping_chain(function: Any) -> Iterator[Any]:
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _closure(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def _stale_bindings(original: Any, current: Any) -> Iterator[tuple[str, str]]:
+    if original is current:
+        return
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original:
+                yield module_name, name
