@@ -100,12 +100,12 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "ops.deny_vendors", "SGLANG_FL_DENY_VENDORS", "deny_vendors", Names(_VENDORS, canonical_vendor), (),
-        "Vendors whose fused operators are never used.", "nvidia",
+        "Vendors whose operators and communication are never used.", "nvidia",
     ),
     Field(
         "ops.allow_vendors", "SGLANG_FL_ALLOW_VENDORS", "allow_vendors",
         Names(_VENDORS, canonical_vendor, may_be_empty=False), None,
-        "The only vendors whose fused operators may be used; deny_vendors still removes from them.",
+        "The only vendors whose operators and communication may be used; deny_vendors still removes from them.",
         "nvidia,ascend",
     ),
     Field(

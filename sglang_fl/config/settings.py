@@ -19,7 +19,7 @@ from sglang_fl.config.values import BackendKind, CommBackend, CommMode, LogLevel
 
 @dataclass(frozen=True)
 class OpsSettings:
-    """Layer 2, fused operators. ``strict`` holds for layer 3 as well; vendors are canonical names."""
+    """Layer 2, fused operators. ``strict`` and the vendor lists (canonical names) hold for layer 3 as well."""
 
     enabled: bool
     prefer: BackendKind
