@@ -1,0 +1,107 @@
+/* The collectives: look up the boxed stream, call the library, no short cut for anything. */
+#include "internal.h"
+
+int32_t sglang_fl_flagcx_all_reduce(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                    uintptr_t receive, size_t count, int32_t dtype, int32_t op,
+                                    uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxAllReduce((const void *)send, (void *)receive, count, dtype, op,
+                                                          communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_reduce(sglang_fl_flagcx_communicator *communicator, uintptr_t send, uintptr_t receive,
+                                size_t count, int32_t dtype, int32_t op, int32_t root, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxReduce((const void *)send, (void *)receive, count, dtype, op,
+                                                       root, communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_reduce_scatter(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                        uintptr_t receive, size_t receive_count, int32_t dtype, int32_t op,
+                                        uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxReduceScatter((const void *)send, (void *)receive, receive_count,
+                                                              dtype, op, communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_all_gather(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                    uintptr_t receive, size_t send_count, int32_t dtype, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxAllGather((const void *)send, (void *)receive, send_count, dtype,
+                                                          communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_broadcast(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                   uintptr_t receive, size_t count, int32_t dtype, int32_t root,
+                                   uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxBroadcast((const void *)send, (void *)receive, count, dtype,
+                                                          root, communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_gather(sglang_fl_flagcx_communicator *communicator, uintptr_t send, uintptr_t receive,
+                                size_t count, int32_t dtype, int32_t root, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxGather((const void *)send, (void *)receive, count, dtype, root,
+                                                       communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_scatter(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                 uintptr_t receive, size_t count, int32_t dtype, int32_t root,
+                                 uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxScatter((const void *)send, (void *)receive, count, dtype, root,
+                                                        communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_all_to_all(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                    uintptr_t receive, size_t count, int32_t dtype, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxAlltoAll((const void *)send, (void *)receive, count, dtype,
+                                                         communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_all_to_all_v(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                      const size_t *send_counts, const size_t *send_offsets, uintptr_t receive,
+                                      const size_t *receive_counts, const size_t *receive_offsets,
+                                      int32_t dtype, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxAlltoAllv((const void *)send, send_counts, send_offsets,
+                                                          (void *)receive, receive_counts, receive_offsets,
+                                                          dtype, communicator->comm, box);
+  return communicator_leave(communicator, code);
+}
+
+int32_t sglang_fl_flagcx_barrier(sglang_fl_flagcx_communicator *communicator, uintptr_t stream) {
+  void *box;
+  int32_t code = communicator_enter_on(communicator, stream, &box);
+  if (code != 0) return code;
+  code = communicator->library->functions.flagcxBarrier(communicator->comm, box);
+  return communicator_leave(communicator, code);
+}

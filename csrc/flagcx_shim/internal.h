@@ -1,0 +1,118 @@
+/* What the parts of the shim share: the library, its table of functions, communicators and their streams. */
+#ifndef SGLANG_FL_FLAGCX_INTERNAL_H
+#define SGLANG_FL_FLAGCX_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "flagcx_shim.h"
+#include "gate.h"
+#include "symbols.h"
+
+#define DECLARE_FUNCTION(result, name, parameters, need) result(*name) parameters;
+#define DECLARE_PRESENCE(result, name, parameters, need) bool name;
+
+struct sglang_fl_flagcx_library {
+  struct {
+    SGLANG_FL_FLAGCX_SYMBOLS(DECLARE_FUNCTION)
+  } functions; /* an absent one points at a function that answers MISSING_SYMBOL: no test on the call path */
+  struct {
+    SGLANG_FL_FLAGCX_SYMBOLS(DECLARE_PRESENCE)
+  } present;
+  void *loaded; /* of dlopen; never closed, since the library keeps threads of its own */
+  char *path;
+  struct handler_group *group; /* NULL in the new form */
+  void **device_functions;
+  struct gate gate; /* inside: calls, open groups, communicators and jobs that use this library */
+  atomic_int open_groups;
+  atomic_int references;
+};
+
+/* A raw stream and its boxed form; never changed after it is published, freed when the communicator ends. */
+struct boxed_stream {
+  uintptr_t raw;
+  void *box;
+  struct boxed_stream *next;
+};
+
+enum { STREAM_BUCKETS = 64 };
+
+struct stream_table {
+  _Atomic(struct boxed_stream *) last; /* most calls use the stream of the call before */
+  _Atomic(struct boxed_stream *) buckets[STREAM_BUCKETS];
+  pthread_mutex_t adding;
+};
+
+enum fate { LIVE, ENDING, ENDED };
+
+struct sglang_fl_flagcx_communicator {
+  struct gate gate; /* inside: calls in flight and open groups */
+  void *comm;       /* flagcxComm_t */
+  sglang_fl_flagcx_library *library;
+  struct stream_table streams;
+  int32_t creation_device; /* the device it was created on, or -1 if nobody named one */
+  atomic_int open_groups;
+  atomic_int fate; /* enum fate */
+  atomic_int references;
+};
+
+/* library.c */
+void library_hold(sglang_fl_flagcx_library *library);
+void library_drop(sglang_fl_flagcx_library *library);
+int32_t library_set_device(sglang_fl_flagcx_library *library, int32_t device);
+
+/* streams.c */
+void streams_init(struct stream_table *streams);
+int32_t streams_box(sglang_fl_flagcx_communicator *communicator, uintptr_t raw, void **box);
+void streams_free(sglang_fl_flagcx_communicator *communicator);
+
+/* communicator.c */
+sglang_fl_flagcx_communicator *communicator_new(sglang_fl_flagcx_library *library, void *comm, int32_t device);
+void communicator_hold(sglang_fl_flagcx_communicator *communicator);
+void communicator_drop(sglang_fl_flagcx_communicator *communicator);
+
+/* groups are counted so that an end without a start cannot leave a gate that was never entered */
+static inline bool group_counted_out(atomic_int *open_groups) {
+  int open = atomic_load(open_groups);
+  while (open > 0 && !atomic_compare_exchange_weak(open_groups, &open, open - 1)) continue;
+  return open > 0;
+}
+
+static inline int32_t communicator_enter(sglang_fl_flagcx_communicator *communicator) {
+  if (communicator == NULL) return SGLANG_FL_FLAGCX_NULL_HANDLE;
+  return gate_enter(&communicator->gate) ? 0 : SGLANG_FL_FLAGCX_CLOSED;
+}
+
+static inline int32_t communicator_leave(sglang_fl_flagcx_communicator *communicator, int32_t code) {
+  gate_leave(&communicator->gate);
+  return code;
+}
+
+/* Enter and find the boxed form of the raw stream. */
+static inline int32_t communicator_enter_on(sglang_fl_flagcx_communicator *communicator, uintptr_t raw,
+                                            void **box) {
+  int32_t code = communicator_enter(communicator);
+  if (code != 0) return code;
+  const struct boxed_stream *last = atomic_load_explicit(&communicator->streams.last, memory_order_acquire);
+  if (last != NULL && last->raw == raw) {
+    *box = last->box;
+    return 0;
+  }
+  code = streams_box(communicator, raw, box);
+  return code == 0 ? 0 : communicator_leave(communicator, code);
+}
+
+static inline int32_t library_enter(sglang_fl_flagcx_library *library) {
+  if (library == NULL) return SGLANG_FL_FLAGCX_NULL_HANDLE;
+  return gate_enter(&library->gate) ? 0 : SGLANG_FL_FLAGCX_CLOSED;
+}
+
+static inline int32_t library_leave(sglang_fl_flagcx_library *library, int32_t code) {
+  gate_leave(&library->gate);
+  return code;
+}
+
+#endif

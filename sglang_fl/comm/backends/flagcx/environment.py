@@ -1,0 +1,90 @@
+"""Values of environment variables on which FlagCX ends the process or fails without a word, caught before."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
+
+# Read with an unguarded std::stoi in one or more releases from 0.7 to the head of 2026-08: what is no number
+# throws, nothing catches it, and the process aborts.
+INTEGERS = (
+    "FLAGCX_USE_HOST_COMM",
+    "FLAGCX_USE_HETERO_COMM",
+    "FLAGCX_USE_TUNER",
+    "FLAGCX_TUNING_WITH_FLAGSCALE",
+    "TUNNING_WITH_SINGLE_COMM",
+    "FLAGCX_RUNTIME_PROXY",
+    "FLAGCX_IB_GID_INDEX",
+    "FLAGCX_DEVICE_FUNC_RELAXED_ORDERING",
+)
+
+# Set but empty, these make the creation of a communicator fail with a bare code.
+NOT_EMPTY = {
+    "FLAGCX_COMM_ID": "an address: host:port or [ipv6]:port",
+    "FLAGCX_CLUSTER_SPLIT_LIST": "numbers: 2,2",
+}
+
+# What std::stoi reads: leading space, a sign, digits; what follows them is ignored.
+_INTEGER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+
+
+def configuration_files() -> tuple[Path, ...]:
+    """The files that FlagCX reads variables from, first one first; the home is the user database's, not $HOME."""
+    files = [Path("/etc/flagcx.conf")]
+    with contextlib.suppress(KeyError):  # a user that the database does not know has no such file
+        files.insert(0, Path(pwd.getpwuid(os.getuid()).pw_dir) / ".flagcx.conf")
+    return tuple(files)
+
+
+def check(environment: Mapping[str, str], files: tuple[Path, ...] | None = None) -> None:
+    """Raise before FlagCX reads a value that it does not survive.
+
+    Args:
+        environment: the process's variables; they win over the files.
+        files: the configuration files; None means FlagCX's own.
+
+    Raises:
+        FlagCXError: BAD_ENVIRONMENT, naming the variable, its value, where it was set and what is allowed.
+    """
+    settings = {name: (value, "the environment") for name, value in environment.items()}
+    for path in configuration_files() if files is None else files:
+        for name, value in _lines_of(path):
+            settings.setdefault(name, (value, str(path)))
+    for name in INTEGERS:
+        if name in settings and not _is_int(settings[name][0]):
+            value, source = settings[name]
+            raise _error(name, value, source, "a whole number, such as 0 or 1", "ends the process with an abort")
+    for name, allowed in NOT_EMPTY.items():
+        if name in settings and not settings[name][0]:
+            raise _error(name, "", settings[name][1], allowed, "fails to create any communicator")
+
+
+def _lines_of(path: Path) -> list[tuple[str, str]]:
+    """NAME=value lines as FlagCX splits them: at the first =, without trimming."""
+    try:
+        text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    except OSError:
+        return []  # FlagCX passes over a file that it cannot open, too
+    pairs = [line.partition("=") for line in text.split("\n")]
+    return [(name, value) for name, separator, value in pairs if separator]
+
+
+def _is_int(value: str) -> bool:
+    found = _INTEGER.match(value)
+    return found is not None and _INT_MIN <= int(found.group(1)) <= _INT_MAX
+
+
+def _error(name: str, value: str, source: str, allowed: str, effect: str) -> FlagCXError:
+    found = f"{name} is {value!r}" if value else f"{name} is set but empty"
+    return FlagCXError(
+        ResultCode.BAD_ENVIRONMENT,
+        "check the environment",
+        f"{found} (from {source}); allowed is {allowed}; FlagCX {effect} on it. Unset it or give it a value",
+    )
