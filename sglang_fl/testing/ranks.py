@@ -242,14 +242,14 @@ class _RankProcess:
         assert isinstance(outcome, _Outcome)
         return outcome
 
+    def last_note(self) -> str:
+        path = self.task.context.note_path
+        return f"its last note: {path.read_text()}\n" if path.exists() else ""
+
     def last_words(self) -> str:
         """The rank's last note and the Python stacks of its threads, as far as it could write them."""
-        context, lines = self.task.context, []
-        if context.note_path.exists():
-            lines.append(f"its last note: {context.note_path.read_text()}")
         stack = self.task.stack_path.read_text() if self.task.stack_path.exists() else ""
-        lines.append(stack.strip() or "(no Python stack was written)")
-        return "\n".join(lines)
+        return self.last_note() + (stack.strip() or "(no Python stack was written)")
 
     def request_stack(self) -> None:
         self._signal(signal.SIGUSR1)
@@ -275,9 +275,8 @@ def _failure_after_end(process: _RankProcess, expect_killed: bool) -> RankFailur
         text = f"rank {rank} was ended by {name} ({-code}){when}\n{process.last_words()}"
         return RankFailure(rank, FailureKind.KILLED, text)
     if outcome is not None and outcome.text is not None:
-        return RankFailure(
-            rank, FailureKind.RAISED, f"rank {rank} raised\n{outcome.text.rstrip()}", outcome.error_type
-        )
+        text = f"rank {rank} raised\n{process.last_note()}{outcome.text.rstrip()}"
+        return RankFailure(rank, FailureKind.RAISED, text, outcome.error_type)
     if expect_killed:
         text = f"rank {rank} should have been ended by SIGKILL, it exited with code {code}"
         return RankFailure(rank, FailureKind.SURVIVED, text)
