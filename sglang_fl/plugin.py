@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 import platform as python_platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_fl import __version__
-from sglang_fl.config import CommBackend, Settings, SettingsError, load_settings
+from sglang_fl.config import CommBackend, Settings, SettingsError, find_chip, load_settings
 from sglang_fl.devices import detect_platform
 from sglang_fl.sglang_hooks.registration import Hook
 
@@ -200,13 +200,14 @@ def _switch_on(plugin: Plugin) -> None:
 
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
+    from sglang_fl.comm.audit import HookClock, timed_hook
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
     from sglang_fl.sglang_hooks import coordinator, cpu, groups
 
     settings = plugin.settings
     data = PLATFORMS.get(plugin.platform or "")
-    is_native = data is not None and settings.comm.backend.value == data.vendor_backend
+    is_native = data is not None and settings.comm.backend.value == data.vendor_backend and _vendor_is_allowed(plugin)
     source = settings.source("comm.backend").where
     chosen = f"{settings.comm.backend.value} (from {source}), mode {settings.comm.mode.value}"
     reason = f"{chosen}; SGLang's own methods, none of them is hooked" if is_native else chosen
@@ -217,11 +218,22 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
     hooks = state.own_hooks()
     if not is_native:
         coordinator.prepare()
-        hooks += coordinator.METHOD_HOOKS
+        method_hooks = coordinator.METHOD_HOOKS
+        if settings.comm.audit is not None:
+            state.clock = HookClock()
+            method_hooks = tuple(replace(h, function=timed_hook(h.function, state.clock)) for h in method_hooks)
+        hooks += method_hooks
     if plugin.platform == "cpu":
         hooks += cpu.hooks()
     state.hooks = hooks
     return hooks
+
+
+def _vendor_is_allowed(plugin: Plugin) -> bool:
+    chip = find_chip(plugin.platform or "")
+    vendor = "" if chip is None else chip.vendor
+    allowed = plugin.settings.ops.allow_vendors
+    return vendor not in plugin.settings.ops.deny_vendors and (allowed is None or vendor in allowed)
 
 
 __all__ = [

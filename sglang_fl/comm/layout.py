@@ -22,7 +22,8 @@ def as_movable(transport: Transport, tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` (contiguous) in a dtype that ``transport`` moves: itself, or its bytes as uint8, flat."""
     if tensor.dtype in transport.capabilities.movable:
         return tensor
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1): a contiguous tensor of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def normalized_dim(method: str, dim: int, tensor: torch.Tensor) -> int:

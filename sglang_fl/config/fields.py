@@ -157,6 +157,11 @@ FIELDS: tuple[Field, ...] = (
         compared=False,
     ),
     Field(
+        "comm.audit", "SGLANG_FL_COMM_AUDIT", "comm.audit", PathText(), None,
+        "File that records what each group carried and what the hooks cost; other ranks write PATH.rankN.",
+        "/tmp/comm_audit.json", compared=False,
+    ),
+    Field(
         "system.config_file", "SGLANG_FL_CONFIG", None, PathText(), None,
         "The YAML file of settings.", "my_config.yaml", compared=False,
     ),

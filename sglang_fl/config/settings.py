@@ -55,6 +55,7 @@ class CommSettings:
     backend: CommBackend
     mode: CommMode
     flagcx_path: Path | None
+    audit: Path | None
 
 
 @dataclass(frozen=True)

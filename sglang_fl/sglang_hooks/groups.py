@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+
 from sglang_fl.comm.agreement import Agreed, agree, exchange
+from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
@@ -36,6 +40,11 @@ class GroupRecord:
     reasons: tuple[str, ...] = ()
     communicator: CommunicatorFL | None = None
 
+    def status(self) -> dict[str, Any]:
+        """For the audit: the group, what carries it, and calls by method."""
+        calls = {} if self.communicator is None else dict(self.communicator.counts)
+        return {"group": self.name, "ranks": list(self.ranks), "backend": self.choice, "calls": calls}
+
     def line(self) -> str:
         """One line for the report."""
         reasons = f"; {'; '.join(self.reasons)}" if self.reasons else ""
@@ -59,6 +68,8 @@ class Groups:
     hooks: list[Hook] = field(default_factory=list)
     records: list[GroupRecord] = field(default_factory=list)
     timeout_s: float = 120.0
+    clock: HookClock | None = None
+    audit: AuditWriter | None = None
 
     def own_hooks(self) -> list[Hook]:
         """Hooks on the functions that make groups; none of them is on a path that serves requests."""
@@ -118,6 +129,8 @@ class Groups:
         if agreed.transport is None:
             record.choice = f"{agreed.backend.name} (SGLang's own methods)"
             return
+        if self.clock is not None:
+            agreed = replace(agreed, transport=TimedTransport(agreed.transport, self.clock))
         record.communicator = CommunicatorFL.from_agreed(context, agreed)
         record.choice = agreed.backend.name
         coordinator.fl_communicator = record.communicator
@@ -161,6 +174,27 @@ class Groups:
             ranks,
             self.settings.digest()[:12],
         )
+        self._start_audit()
+
+    def _start_audit(self) -> None:
+        path = self.settings.comm.audit
+        if path is None or self.audit is not None:
+            return
+        self.audit = AuditWriter(path, torch.distributed.get_rank(), self.status)
+        self.audit.write()
+        logger.info("[sglang_fl] audit of the groups' calls: %s", self.audit.path)
+
+    def status(self) -> dict[str, Any]:
+        """This process's groups with their calls, and the time in our hooks where it is counted."""
+        return {
+            "pid": os.getpid(),
+            "rank": torch.distributed.get_rank(),
+            "versions": self.versions,
+            "hooks_live": len(self.hooks) - len(dead(self.hooks)),
+            "hooks": len(self.hooks),
+            "clock": None if self.clock is None else asdict(self.clock),
+            "groups": [record.status() for record in self.records],
+        }
 
     def _compare_ranks(self) -> int:
         from sglang.srt.distributed.parallel_state import get_world_group

@@ -36,6 +36,10 @@ class TorchTransport(Transport):
         )
         self._group = context.device_group
         self._ranks = context.ranks
+        # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
+        torch_ranks = dist.get_process_group_ranks(context.device_group)
+        is_sorted = list(context.ranks) == torch_ranks
+        self._torch_places = None if is_sorted else torch.tensor([torch_ranks.index(r) for r in context.ranks])
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
@@ -43,10 +47,19 @@ class TorchTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
-        dist.all_gather_into_tensor(output, tensor, group=self._group)
+        if self._torch_places is None:
+            dist.all_gather_into_tensor(output, tensor, group=self._group)
+            return
+        gathered = torch.empty_like(output)
+        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+        parts = gathered.view(len(self._ranks), -1)
+        torch.index_select(parts, 0, self._torch_places.to(parts.device), out=output.view(parts.shape))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.reduce_scatter`."""
+        if self._torch_places is not None:
+            parts = tensor.view(len(self._ranks), -1)
+            tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
         dist.reduce_scatter_tensor(output, tensor, group=self._group)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
@@ -60,6 +73,8 @@ class TorchTransport(Transport):
 
     def gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
+        if outputs is not None and self._torch_places is not None:
+            outputs = [outputs[place] for place in torch.argsort(self._torch_places).tolist()]
         dist.gather(tensor, outputs, dst=self._ranks[dst], group=self._group)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
