@@ -1,0 +1,133 @@
+/* Steps of collectives: flow control over the stages, and checks of everything that others wrote. */
+#include "steps.h"
+
+#include <stdio.h>
+
+#include "planted.h"
+#include "wait.h"
+
+enum { COUNT_BITS = 40, ROOT_BITS = 10, SMALL_BITS = 4 };
+
+struct awaited {
+    const struct communicator *c;
+    int rank;
+    uint64_t value;
+};
+
+uint64_t signature_of(const struct operation *operation)
+{
+    uint64_t signature = operation->count & (((uint64_t)1 << COUNT_BITS) - 1);
+    signature = signature << ROOT_BITS | ((uint64_t)operation->root & ((1u << ROOT_BITS) - 1));
+    signature = signature << SMALL_BITS | ((uint64_t)operation->datatype & ((1u << SMALL_BITS) - 1));
+    signature = signature << SMALL_BITS | ((uint64_t)operation->op & ((1u << SMALL_BITS) - 1));
+    return signature << SMALL_BITS | (uint64_t)(operation->call - CALL_flagcxBarrier);
+}
+
+static void describe(uint64_t signature, char *text, size_t room)
+{
+    unsigned call = (unsigned)(signature & ((1u << SMALL_BITS) - 1)) + CALL_flagcxBarrier;
+    unsigned op = (unsigned)(signature >> SMALL_BITS) & ((1u << SMALL_BITS) - 1);
+    unsigned datatype = (unsigned)(signature >> 2 * SMALL_BITS) & ((1u << SMALL_BITS) - 1);
+    unsigned root = (unsigned)(signature >> 3 * SMALL_BITS) & ((1u << ROOT_BITS) - 1);
+    uint64_t count = signature >> (3 * SMALL_BITS + ROOT_BITS);
+    snprintf(text, room, "%s(count=%llu, datatype=%u, op=%u, root=%u)",
+             call < NUMBER_OF_CALLS ? call_name((enum call)call) : "?", (unsigned long long)count, datatype, op, root);
+}
+
+static bool posted_enough(const void *context)
+{
+    const struct awaited *awaited = context;
+    return atomic_load_explicit(&slot_of(awaited->c, awaited->rank)->posted, PUBLISHING_ORDER) >= awaited->value;
+}
+
+static bool finished_enough(const void *context)
+{
+    const struct awaited *awaited = context;
+    return atomic_load(&slot_of(awaited->c, awaited->rank)->finished) >= awaited->value;
+}
+
+static bool is_awaited(const void *context, int rank) { return ((const struct awaited *)context)->rank == rank; }
+
+static flagcxResult_t damaged(struct communicator *c, int rank, const char *what, uint64_t value)
+{
+    return fail_communicator(c, flagcxInternalError, "the shared memory is damaged: rank %d says %s=%llu in step %llu",
+                             rank, what, (unsigned long long)value, (unsigned long long)c->step);
+}
+
+/* Waits until the rank has finished as many steps. */
+static flagcxResult_t await_finished(struct communicator *c, int rank, uint64_t steps)
+{
+    struct peer *peer = &c->peers[rank];
+    if (peer->finished >= steps)
+        return flagcxSuccess;
+    struct awaited awaited = {.c = c, .rank = rank, .value = steps};
+    struct condition condition = {.ready = finished_enough, .needs = is_awaited, .context = &awaited};
+    flagcxResult_t result = wait_for(c, &condition);
+    if (result != flagcxSuccess)
+        return result;
+    uint64_t finished = atomic_load(&slot_of(c, rank)->finished);
+    /* A rank cannot be further than the stages of those before it allow. */
+    if (finished < peer->finished || finished > c->step + STAGES)
+        return damaged(c, rank, "finished", finished);
+    peer->finished = finished;
+    return flagcxSuccess;
+}
+
+flagcxResult_t step_acquire(struct communicator *c, char **stage)
+{
+    for (int rank = 0; c->step >= STAGES && rank < c->nranks; rank++) {
+        if (rank == c->rank)
+            continue;
+        flagcxResult_t result = await_finished(c, rank, c->step + 1 - STAGES);
+        if (result != flagcxSuccess)
+            return result;
+    }
+    *stage = stage_bytes(c->segment, c->rank, c->step);
+    return flagcxSuccess;
+}
+
+void step_post(struct communicator *c, uint64_t signature)
+{
+    struct rank_slot *slot = slot_of(c, c->rank);
+    atomic_store_explicit(&slot->signatures[c->step % STAGES], signature, memory_order_relaxed);
+    atomic_store_explicit(&slot->posted, c->step + 1, PUBLISHING_ORDER);
+    ring_all(c);
+}
+
+static flagcxResult_t check_signature(struct communicator *c, int rank, uint64_t mine)
+{
+    uint64_t theirs = atomic_load_explicit(&slot_of(c, rank)->signatures[c->step % STAGES], memory_order_relaxed);
+    char here[128], there[128];
+    if (theirs == mine)
+        return flagcxSuccess;
+    describe(mine, here, sizeof here);
+    describe(theirs, there, sizeof there);
+    return fail_communicator(c, flagcxInvalidUsage, "the ranks do not make the same call: this rank calls %s, rank %d "
+                                                    "calls %s",
+                             here, rank, there);
+}
+
+flagcxResult_t step_await(struct communicator *c, int rank, uint64_t signature, const char **stage)
+{
+    struct peer *peer = &c->peers[rank];
+    if (peer->posted <= c->step) {
+        struct awaited awaited = {.c = c, .rank = rank, .value = c->step + 1};
+        struct condition condition = {.ready = posted_enough, .needs = is_awaited, .context = &awaited};
+        flagcxResult_t result = wait_for(c, &condition);
+        if (result != flagcxSuccess)
+            return result;
+        uint64_t posted = atomic_load_explicit(&slot_of(c, rank)->posted, PUBLISHING_ORDER);
+        if (posted < peer->posted || posted > c->step + STAGES)
+            return damaged(c, rank, "posted", posted);
+        peer->posted = posted;
+    }
+    *stage = stage_bytes(c->segment, rank, c->step);
+    return check_signature(c, rank, signature);
+}
+
+void step_finish(struct communicator *c)
+{
+    c->step++;
+    atomic_store(&slot_of(c, c->rank)->finished, c->step);
+    ring_all(c);
+}
