@@ -173,7 +173,7 @@ class PlatformFL(SRTPlatform):
 
     def get_mha_kv_pool_cls(self) -> type:
         """SGLang's pool for multi-head attention on the device."""
-        return _pool_class(self.data.mha_pool)
+        return _class(self.data.mha_pool)
 
     def get_mla_kv_pool_cls(self) -> type:
         """SGLang's pool for multi-head latent attention on the device."""

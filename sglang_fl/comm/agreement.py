@@ -52,12 +52,14 @@ class Agreed:
     Attributes:
         backend: the backend in use.
         transport: its transport for this group; None where the caller keeps its own methods (a vendor's).
-        selection: this rank's candidates; what was passed over, why and, if it was a peer's doing, on which rank.
+        selection: every candidate; what was passed over, why and, if it was a peer's doing, on which rank.
+        passed_over: those of them that the policy puts before the chosen one.
     """
 
     backend: Backend
     transport: Transport | None
     selection: Selection
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 def agree(
@@ -79,7 +81,7 @@ def agree(
     local = _local_selection(context, backends, policy)
     views = exchange(context, "announce candidates", local)
     _same_order(context, [view.order for view in views])
-    passed: list[PassedOver] = list(local.unnamed)
+    passed: list[PassedOver] = []
     for name in local.order:
         reason = _first_refusal(context, [view.reasons[name] for view in views])
         if reason is None:
@@ -180,7 +182,8 @@ def _agreed(
         if name not in considered
     ]
     candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
-    return Agreed(backend, transport, Selection(context.name, candidate, (candidate,), (*passed, *later)))
+    selection = Selection(context.name, candidate, (candidate,), (*passed, *later, *local.unnamed))
+    return Agreed(backend, transport, selection, tuple(passed))
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ class AuditWriter:
             return
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_text(text)
-        os.replace(partial, self.path)
+        partial.replace(self.path)
         self._written = text
 
     def _run(self) -> None:

@@ -63,13 +63,16 @@ class CommunicatorFL:
         self._bind(context, agreed)
 
     @classmethod
-    def from_agreed(cls, context: GroupContext, agreed: Agreed) -> CommunicatorFL:
-        """The communicator for what :func:`agree` returned; ``agreed.transport`` must not be None."""
+    def from_agreed(cls, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> CommunicatorFL:
+        """The communicator for what :func:`agree` returned; ``agreed.transport`` must not be None.
+
+        ``metadata`` carries pickled objects and, where the device is none, CPU tensors; the gloo group if left out.
+        """
         communicator = cls.__new__(cls)
-        communicator._bind(context, agreed)
+        communicator._bind(context, agreed, metadata)
         return communicator
 
-    def _bind(self, context: GroupContext, agreed: Agreed) -> None:
+    def _bind(self, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> None:
         if agreed.transport is None:
             raise CommError(f"group {context.name}: {agreed.backend.name} was chosen, but has no transport")
         self.context = context
@@ -82,7 +85,7 @@ class CommunicatorFL:
         self.rank_in_group = context.rank
         self.counts: dict[str, int] = defaultdict(int)
         self._device: Transport = agreed.transport
-        self._metadata = host_transport(context)
+        self._metadata = metadata or host_transport(context)
         self._host: Transport = self._device if context.device.type == "cpu" else self._metadata
         self._sends = PendingSends()
         self._closed = False

@@ -12,11 +12,11 @@ import torch
 
 from sglang_fl.comm.agreement import Agreed, agree, exchange
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
-from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.communicator import CommunicatorFL, group_context, host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.policy import communicator_policy
-from sglang_fl.comm.types import GroupContext
+from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings
 from sglang_fl.selection import Kind
 from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead
@@ -122,16 +122,18 @@ class Groups:
         )
         policy = communicator_policy(self.settings)
         agreed = agree(context, discover_backends().backends, policy, self.native_kinds)
-        record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.selection.passed_over)
+        record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)
         self._hang(coordinator, context, agreed, record)
 
     def _hang(self, coordinator: Any, context: GroupContext, agreed: Agreed, record: GroupRecord) -> None:
         if agreed.transport is None:
             record.choice = f"{agreed.backend.name} (SGLang's own methods)"
             return
+        metadata: Transport = host_transport(context)
         if self.clock is not None:
             agreed = replace(agreed, transport=TimedTransport(agreed.transport, self.clock))
-        record.communicator = CommunicatorFL.from_agreed(context, agreed)
+            metadata = TimedTransport(metadata, self.clock)
+        record.communicator = CommunicatorFL.from_agreed(context, agreed, metadata)
         record.choice = agreed.backend.name
         coordinator.fl_communicator = record.communicator
 

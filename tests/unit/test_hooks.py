@@ -1,0 +1,137 @@
+"""Hooks: the signature of what they wrap, checked against the installed SGLang, and proof that they are live."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.sglang_hooks.coordinator import METHOD_HOOKS
+from sglang_fl.sglang_hooks.groups import compare
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead, misfits, register
+
+
+class Target:
+    """Something to hook."""
+
+    def method(self, a: int, b: int = 2) -> int:
+        """Add."""
+        return a + b
+
+
+@pytest.fixture
+def target() -> Iterator[ModuleType]:
+    """A module of its own with something to hook, and SGLang's registry empty before and after."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    module = ModuleType("hook_target")
+    module.Target = type("Target", (), {"method": Target.method})  # type: ignore[attr-defined]
+    exec("def free(a): return a", vars(module))  # a function that only this module holds
+    sys.modules["hook_target"] = module
+    kept = (dict(HookRegistry._hooks), set(HookRegistry._patched))
+    HookRegistry.reset()
+    yield module
+    HookRegistry.reset()
+    HookRegistry._hooks.update(kept[0])
+    HookRegistry._patched.update(kept[1])
+    del sys.modules["hook_target"]
+
+
+def around(original: Any, self: Any, a: int, b: int = 2) -> int:
+    """Ten times the original."""
+    result: int = 10 * original(self, a, b)
+    return result
+
+
+METHOD = Hook("hook_target.Target.method", around)
+
+
+def apply() -> None:
+    """What SGLang does after its plugins have been executed."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.apply_hooks()
+
+
+def test_every_hook_has_the_signature_of_what_it_wraps() -> None:
+    """Given the installed SGLang, when the hooks on GroupCoordinator are compared with it, then all fit."""
+    assert misfits(METHOD_HOOKS) == []
+
+
+def test_a_missing_target_and_other_parameters_are_misfits(target: ModuleType) -> None:
+    """Given a target that is gone, or has other parameters or defaults, when checked, then each is named."""
+    assert misfits([METHOD]) == []
+    gone = Hook("hook_target.Target.removed", around)
+
+    def other_default(original: Any, self: Any, a: int, b: int = 3) -> None:
+        pass
+
+    def one_less(original: Any, self: Any, a: int) -> None:
+        pass
+
+    problems = misfits([gone, replace(METHOD, function=other_default), replace(METHOD, function=one_less)])
+    assert len(problems) == 3
+    assert "removed does not exist" in problems[0]
+    assert "(self, a, b=2), the plugin knows (self, a, b=3)" in problems[1]
+    assert "(self, a, b=2), the plugin knows (self, a)" in problems[2]
+
+
+def test_a_live_hook_is_found_beneath_another_plugins(target: ModuleType) -> None:
+    """Given our hook and another plugin's around it, when checked by identity, then ours is live."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register([METHOD])
+    assert dead([METHOD]) == ["hook_target.Target.method: SGLang did not apply the hook"]
+    HookRegistry.register(METHOD.target, lambda original, *a, **k: original(*a, **k), HookType.AROUND)
+    apply()
+    assert dead([METHOD]) == []
+    assert target.Target().method(1, b=4) == 50
+
+
+def test_a_hook_that_was_taken_away_again_is_dead(target: ModuleType) -> None:
+    """Given a live hook, when something puts the original back, then the hook is reported dead."""
+    register([METHOD])
+    apply()
+    target.Target.method = Target.method
+    assert dead([METHOD]) == ["hook_target.Target.method: SGLang did not apply the hook"]
+
+
+def test_a_binding_made_before_the_plugin_loaded_is_live_too(
+    target: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a module that imported the function earlier, when hooked, then its name is hooked; else it is named."""
+    original = target.free
+    early = ModuleType("early_importer")
+    early.alias = original  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "early_importer", early)
+
+    def after(result: int, a: int) -> int:
+        return result + 100
+
+    hook = Hook("hook_target.free", after, HookKind.AFTER)
+    register([hook])
+    apply()
+    assert early.alias(1) == 101
+    assert dead([hook]) == []
+    early.alias = original  # type: ignore[attr-defined]
+    assert dead([hook]) == ["hook_target.free: early_importer.alias is still the unhooked function"]
+
+
+def test_ranks_that_differ_are_named_with_the_field() -> None:
+    """Given three ranks of which one differs in one field, when compared, then rank and field are named."""
+    same = {"comm.backend": "torch", "version of torch": "2.11.0"}
+    compare([same, dict(same), dict(same)])
+    with pytest.raises(
+        AgreementError, match=r"comm.backend is 'torch' on rank\(s\) \[0, 2\], 'auto' on rank\(s\) \[1\]"
+    ):
+        compare([same, {**same, "comm.backend": "auto"}, same])
+
+
+def test_what_only_some_ranks_have_is_not_compared() -> None:
+    """Given groups that only some ranks belong to, when compared, then their choices do not disturb the others."""
+    compare([{"backend of pp:0 [0, 2]": "torch"}, {"backend of pp:0 [1, 3]": "flagcx"}])
