@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import partial
+from typing import Any
 
 from sglang_fl.comm.backends.flagcx.types import DataType, ReduceOp
 from sglang_fl.comm.errors import CommError
@@ -121,12 +123,25 @@ class FlagCXError(CommError):
         self.name = result_name(code)
         self.operation = operation
         self.details = details
+        self._dtype_number, self._op_number = dtype, op
         self.dtype = _enum_name(DataType, dtype)
         self.op = _enum_name(ReduceOp, op)
         self.count = count
         self.rank = rank
         self.library_message = library_message
         super().__init__(self._text())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: an error of one rank is often told to another process."""
+        rebuild = partial(
+            FlagCXError,
+            dtype=self._dtype_number,
+            op=self._op_number,
+            count=self.count,
+            rank=self.rank,
+            library_message=self.library_message,
+        )
+        return rebuild, (int(self.code), self.operation, self.details)
 
     @property
     def is_unsupported(self) -> bool:

@@ -20,6 +20,9 @@ ALLOWED = (
 MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V", 258: "LoongArch"}
 CLASSES = {1: "32-bit", 2: "64-bit"}
 _ELF_SHARED_OBJECT = 3
+_ELF_64_BIT = 2
+_PT_LOAD = 1
+_PROGRAM_HEADER_BYTES = 56
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,11 @@ def check_file(path: Path) -> None:
         own = architecture_of(file.read(20))
     if own is not None and (own.bits, own.machine) != (found.bits, found.machine):
         raise _wrong_file(path, f"it was built for {found}, this process is {own}; build FlagCX on this machine")
+    needed, present = _bytes_to_load(path), path.stat().st_size
+    if needed > present:
+        raise _wrong_file(
+            path, f"it is cut off: it has {present} bytes, its header says {needed} or more; copy it again"
+        )
 
 
 def architecture_of(header: bytes) -> Architecture | None:
@@ -102,6 +110,29 @@ def architecture_of(header: bytes) -> Architecture | None:
         machine=MACHINES.get(machine, f"machine {machine}") + (", big-endian" if order == ">" else ""),
         is_shared_object=kind == _ELF_SHARED_OBJECT,
     )
+
+
+def _bytes_to_load(path: Path) -> int:
+    """How long the file must be for the loader, which a shorter one would kill with SIGBUS.
+
+    From the 64-bit program header table (ELF specification); 0, no statement, for a 32-bit file.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or header[4] != _ELF_64_BIT:
+            return 64 if header[4] == _ELF_64_BIT else 0
+        order = ">" if header[5] == 2 else "<"
+        (table,) = struct.unpack_from(f"{order}Q", header, 32)
+        entry_bytes, entries = struct.unpack_from(f"{order}HH", header, 54)
+        file.seek(table)
+        content = file.read(entry_bytes * entries)
+    needed: int = table + entry_bytes * entries
+    for start in range(0, len(content) - _PROGRAM_HEADER_BYTES + 1, max(entry_bytes, _PROGRAM_HEADER_BYTES)):
+        (kind,) = struct.unpack_from(f"{order}I", content, start)
+        offset, _, _, size = struct.unpack_from(f"{order}QQQQ", content, start + 8)
+        if kind == _PT_LOAD:
+            needed = max(needed, offset + size)
+    return needed
 
 
 def _wrong_file(path: Path, found: str) -> FlagCXError:

@@ -1,0 +1,1 @@
+"""Tests of the native part: the binding to FlagCX and hostcx."""
