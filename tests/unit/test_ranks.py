@@ -98,11 +98,7 @@ def test_all_errors_are_listed() -> None:
 
     text = str(caught.value)
     assert text.startswith("2 of 3 ranks failed: 1, 2")
-    assert (
-        "rank 1 raised" in text
-        and "ValueError: bad value on 1" in text
-        and "ValueError: bad value on 2" in text
-    )
+    assert "rank 1 raised" in text and "ValueError: bad value on 1" in text and "ValueError: bad value on 2" in text
     assert [(f.rank, f.kind, f.error_type) for f in caught.value.failures] == [
         (1, FailureKind.RAISED, "ValueError"),
         (2, FailureKind.RAISED, "ValueError"),
@@ -130,9 +126,7 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_reported() -> None:
 
     (failure,) = caught.value.failures
     assert (failure.rank, failure.kind) == (1, FailureKind.TIMED_OUT)
-    assert all(
-        words in failure.text for words in ("limit of 1 s", "hang_in_c", "its last note: about to pause")
-    )
+    assert all(words in failure.text for words in ("limit of 1 s", "hang_in_c", "its last note: about to pause"))
 
 
 def test_a_rank_that_waits_for_a_failed_one_is_not_waited_for_until_the_limit() -> None:

@@ -90,8 +90,10 @@ def _integer_values(element: ElementType, op: ReduceOp, world_size: int, rank: i
     if op is ReduceOp.AVG:  # only a sum that does not wrap has an average
         lowest = -((1 << (bits - 1)) // world_size) if element.is_signed else 0
         highest = ((1 << (bits - element.is_signed)) - 1) // world_size
-        highest = min(highest, (1 << 63) // world_size - 1)
-    values = torch.randint(lowest, highest, (PERIOD,), generator=_generator(element, op, rank))
+    flip = 0
+    if highest >= 1 << 63:  # torch draws from int64 only
+        lowest, highest, flip = lowest - (1 << 63), highest - (1 << 63), torch.iinfo(torch.int64).min
+    values = torch.randint(lowest, highest, (PERIOD,), generator=_generator(element, op, rank)) ^ flip
     return values | 1 if op is ReduceOp.PROD else values  # even factors would soon make all products zero
 
 
@@ -107,12 +109,20 @@ def _reduce_integers(element: ElementType, op: ReduceOp, values: list[torch.Tens
     if op is ReduceOp.PROD:
         return reduce(torch.mul, values)
     if op is ReduceOp.AVG:  # toward zero, as NCCL divides
-        return torch.div(reduce(torch.add, values), len(values), rounding_mode="trunc")
+        return _divide(element, reduce(torch.add, values), len(values))
     choose = torch.maximum if op is ReduceOp.MAX else torch.minimum
     if element.torch_dtype is not torch.uint64:
         return reduce(choose, values)
     flip = torch.iinfo(torch.int64).min  # the order of unsigned numbers
     return reduce(choose, [value ^ flip for value in values]) ^ flip
+
+
+def _divide(element: ElementType, values: torch.Tensor, divisor: int) -> torch.Tensor:
+    if element.torch_dtype is not torch.uint64:
+        return torch.div(values, divisor, rounding_mode="trunc")
+    half = (values >> 1) & torch.iinfo(torch.int64).max  # int64 holds the bit pattern of an unsigned number
+    quotient = half // divisor * 2
+    return quotient + (values - quotient * divisor) // divisor
 
 
 def _reduce_floats(op: ReduceOp, values: list[torch.Tensor]) -> torch.Tensor:
