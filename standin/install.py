@@ -6,6 +6,7 @@ installed as the real one is damaged, or the installation failed.
 
 from __future__ import annotations
 
+import csv
 import shutil
 import subprocess
 import sys
@@ -46,9 +47,13 @@ def _real_spec() -> ModuleSpec | None:
 
 
 def _missing_files(distribution: metadata.Distribution) -> list[str]:
-    """Files of the module that the distribution lists and that are gone."""
-    files = distribution.files or []
-    return [str(file) for file in files if file.parts[0] == MODULE_NAME and not Path(file.locate()).exists()]
+    """Files of the module that the distribution's RECORD lists and that are gone.
+
+    Read here, because ``Distribution.files`` leaves out what is gone from Python 3.12 on.
+    """
+    recorded = [row[0] for row in csv.reader((distribution.read_text("RECORD") or "").splitlines()) if row]
+    of_module = (name for name in recorded if name.startswith(f"{MODULE_NAME}/"))
+    return [name for name in of_module if not Path(str(distribution.locate_file(name))).exists()]
 
 
 def _inspect_real(real: metadata.Distribution, stand_in: metadata.Distribution | None) -> Outcome:

@@ -192,6 +192,10 @@ IMPORTS = {
         "def f():\n    from sgl_kernel import a\ntry:\n    f()\nexcept ImportError:\n    raise",
         False,
     ),
+    "in a function defined in try": (
+        "try:\n    def f():\n        from sgl_kernel import a\nexcept ImportError:\n    raise\nf()",
+        False,
+    ),
     "both for one name": (
         "from sgl_kernel import a\ntry:\n    from sgl_kernel import a\nexcept ImportError:\n    raise",
         True,
@@ -362,7 +366,9 @@ def test_somebodys_own_build_is_left_alone(empty: Environment) -> None:
 
 def test_installing_leaves_the_source_folder_as_it_was(empty: Environment, tmp_path: Path) -> None:
     """Given a copy of the source folder, when installed twice, then no build product stays in it."""
-    copy = shutil.copytree(INSTALL.parent, tmp_path / "standin", ignore=shutil.ignore_patterns("__pycache__"))
+    copy = shutil.copytree(
+        INSTALL.parent, tmp_path / "standin", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+    )
 
     def files() -> Iterator[str]:
         return (str(path.relative_to(copy)) for path in copy.rglob("*") if "__pycache__" not in path.parts)
