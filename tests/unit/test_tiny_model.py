@@ -11,6 +11,7 @@ import torch
 import transformers
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from sglang_fl.testing.tiny_model import (
     ARCHITECTURES,
@@ -29,7 +30,7 @@ from sglang_fl.testing.tiny_model import (
 FAMILIES = list(Family)
 FIXED_PROMPT = " ".join(DEFAULT_PROMPTS)
 # Root mean square change of the logits (their own is about 1) below which a weight counts as not felt.
-FELT = 0.03
+FELT = 0.05
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.value)
@@ -90,14 +91,15 @@ def test_tokenizer_round_trips_any_text_and_knows_chat(
     folder: Path, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     """Given text of several scripts, then it survives; given a chat, then turns are special tokens."""
-    texts = [*DEFAULT_PROMPTS, " leading", "tabs\tand\nlines", "众智 FlagOS ñ é 😀"]
+    texts = [*DEFAULT_PROMPTS, " leading", "tabs\tand\nlines", "众智 FlagOS ñ é 😀 2026"]
     config = json.loads((folder / "config.json").read_text())
 
+    assert isinstance(tokenizer, transformers.Qwen2Tokenizer)  # SGLang loads a generic class in three attempts
     assert len(tokenizer) == VOCABULARY_SIZE == config["vocab_size"]
     assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
-    assert (
-        len(tokenizer.encode("The model is split over several devices.")) < 20
-    )  # merges are used, not bytes
+    as_written = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert [tokenizer.encode(text) for text in texts] == [as_written.encode(text).ids for text in texts]
+    assert len(tokenizer.encode("The model is split over several devices.")) < 20  # merges are used, not bytes
     rendered = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
     )
@@ -191,9 +193,7 @@ def test_greedy_answers_are_varied_readable_and_clear(
         (["--experts", "1"], "experts is 1"),
     ],
 )
-def test_command_line_refuses_what_cannot_be_built(
-    arguments: list[str], complaint: str, tmp_path: Path
-) -> None:
+def test_command_line_refuses_what_cannot_be_built(arguments: list[str], complaint: str, tmp_path: Path) -> None:
     """Given an impossible shape, then the command fails with the value that is wrong and writes nothing."""
     result = CliRunner().invoke(main, [str(tmp_path / "model"), *arguments])
 
