@@ -22,7 +22,7 @@ from sglang_fl.comm.backends.flagcx.types import (
 )
 
 # getVendor's answers of libraries whose "device" is host memory.
-HOST_VENDORS = frozenset({"HOST", "HOSTCX"})
+HOST_VENDORS = frozenset({"HOST"})
 
 UNIQUE_ID_LIMIT_S = 60.0
 _MESSAGE_BYTES = 2048

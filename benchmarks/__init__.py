@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks [names]``; each figure is paired with a reference of the same run."""

@@ -1,0 +1,209 @@
+"""The transport over FlagCX: a tensor's address, count and dtype handed to the C function, nothing in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
+from sglang_fl.comm.backends.flagcx.dtypes import torch_data_types
+from sglang_fl.comm.backends.flagcx.errors import FlagCXError
+from sglang_fl.comm.backends.flagcx.host_channels import HostChannels
+from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
+from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
+from sglang_fl.selection import Availability, Kind
+
+SUM = int(ReduceOp.SUM)
+
+_POINT_TO_POINT = frozenset({Operation.SEND, Operation.RECV})
+# Whose names are equal on both sides.
+_COLLECTIVES = {
+    operation: FlagCXOperation(operation.value) for operation in Operation if operation not in _POINT_TO_POINT
+}
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def _raw_stream(device: torch.device) -> Callable[[], int]:
+    """The current stream's raw handle, as cheaply as the device's torch gives it."""
+    if device.type == "cpu":
+        return _no_stream
+    if device.type == "cuda":
+        return partial(torch._C._cuda_getCurrentRawStream, device.index or 0)
+    module = torch.get_device_module(device)
+    attribute = f"{device.type}_stream"
+    return lambda: int(getattr(module.current_stream(device), attribute))
+
+
+class FlagCXTransport(Transport):
+    """Collectives of one group on one FlagCX communicator; host memory's point-to-point on channels of its own."""
+
+    def __init__(self, name: str, context: GroupContext, library: FlagCXLibrary, communicator: FlagCXCommunicator):
+        self.name = name
+        self.communicator = communicator
+        types = {dtype: int(number) for dtype, number in torch_data_types().items()}
+        known = library.capabilities.operations
+        operations: set[Operation] = {operation for operation, needed in _COLLECTIVES.items() if needed in known}
+        self._channels: HostChannels | None = None
+        if library.capabilities.memory is MemoryKind.HOST:
+            self._channels = HostChannels(context, library)
+            operations |= _POINT_TO_POINT
+        self.capabilities = Capabilities(
+            operations=frozenset(operations),
+            reducible=frozenset(types),
+            movable=frozenset(types),
+            device_types=frozenset({context.device.type}),
+        )
+        self._types = types
+        self._handle = communicator.handle
+        self._stream = _raw_stream(context.device)
+        self._all_reduce = library.function(FlagCXOperation.ALL_REDUCE)
+        self._all_gather = library.function(FlagCXOperation.ALL_GATHER)
+        self._reduce_scatter = library.function(FlagCXOperation.REDUCE_SCATTER)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_reduce`."""
+        address = tensor.data_ptr()
+        dtype = self._types[tensor.dtype]
+        code = self._all_reduce(self._handle, address, address, tensor.numel(), dtype, SUM, self._stream())
+        if code:
+            raise self.communicator.error(code, FlagCXOperation.ALL_REDUCE, dtype, SUM, tensor.numel())
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_gather`."""
+        dtype = self._types[tensor.dtype]
+        code = self._all_gather(
+            self._handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, self._stream()
+        )
+        if code:
+            raise self.communicator.error(code, FlagCXOperation.ALL_GATHER, dtype, None, tensor.numel())
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.reduce_scatter`."""
+        dtype = self._types[tensor.dtype]
+        code = self._reduce_scatter(
+            self._handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, SUM, self._stream()
+        )
+        if code:
+            raise self.communicator.error(code, FlagCXOperation.REDUCE_SCATTER, dtype, SUM, output.numel())
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.reduce`."""
+        address = tensor.data_ptr()
+        self.communicator.reduce(address, address, tensor.numel(), self._types[tensor.dtype], SUM, dst, self._stream())
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
+        """See :meth:`Transport.broadcast`."""
+        address = tensor.data_ptr()
+        self.communicator.broadcast(address, address, tensor.numel(), self._types[tensor.dtype], src, self._stream())
+        return None
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.gather`."""
+        receive = 0 if output is None else output.data_ptr()
+        self.communicator.gather(
+            tensor.data_ptr(), receive, tensor.numel(), self._types[tensor.dtype], dst, self._stream()
+        )
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """See :meth:`Transport.send`."""
+        assert self._channels is not None  # device memory: not among the operations
+        return self._channels.send(tensor, dst, self._types[tensor.dtype])
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """See :meth:`Transport.recv`."""
+        assert self._channels is not None
+        return self._channels.recv(tensor, src, self._types[tensor.dtype])
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        if self._channels is not None:
+            self._channels.close()
+        self.communicator.close()
+
+
+@cache
+def _library(path: str) -> FlagCXLibrary:
+    """One opened library a path and process; it lives as long as the process."""
+    return FlagCXLibrary.open(path or None)
+
+
+class FlagCXBackend(Backend):
+    """FlagCX through the binding."""
+
+    name = "flagcx"
+    kind = Kind.FLAGOS
+
+    def probe(self, context: GroupContext) -> Availability:
+        """Available if the library opens and its memory is the device's."""
+        try:
+            library = _library(context.options["flagcx_path"])
+        except FlagCXError as error:
+            return Availability.no(str(error))
+        host_memory = library.capabilities.memory is MemoryKind.HOST
+        if host_memory == (context.device.type == "cpu"):
+            return Availability.yes()
+        kind = "host memory" if host_memory else f"{library.capabilities.vendor} device memory"
+        return Availability.no(f"{library.path} works on {kind}, this group's tensors are on {context.device.type}")
+
+    def create(self, context: GroupContext) -> FlagCXTransport:
+        """Make an id on the group's first rank, hand it to the others, join, and call every collective once."""
+        library = _library(context.options["flagcx_path"])
+        unique_id, problem = b"", ""
+        if context.rank == 0:
+            try:
+                unique_id = library.unique_id(context.timeout_s)
+            except FlagCXError as error:
+                problem = str(error)
+        unique_id, problem = context.exchange("hand out FlagCX's unique id", (unique_id, problem))[0]
+        if problem:
+            raise CommError(problem)
+        device = context.device.index if context.device.type != "cpu" else None
+        communicator = FlagCXCommunicator.create(
+            library, unique_id, context.world_size, context.rank, context.timeout_s, device
+        )
+        transport = FlagCXTransport(self.name, context, library, communicator)
+        try:
+            _warm_up(transport, context)
+        except CommError:
+            transport.close()
+            raise
+        return transport
+
+
+def _warm_up(transport: FlagCXTransport, context: GroupContext) -> None:
+    """Call each collective once: lazy set-up happens now, and what the library refuses leaves the capabilities."""
+    ones = torch.ones(context.world_size, device=context.device)
+    one = torch.ones(1, device=context.device)
+    output = ones.clone() if context.rank == 0 else None
+    calls: dict[Operation, Callable[[], object]] = {
+        Operation.ALL_REDUCE: lambda: transport.all_reduce(one),
+        Operation.ALL_GATHER: lambda: transport.all_gather(ones, torch.ones_like(one)),
+        Operation.REDUCE_SCATTER: lambda: transport.reduce_scatter(torch.ones_like(one), ones),
+        Operation.REDUCE: lambda: transport.reduce(torch.ones_like(one), 0),
+        Operation.BROADCAST: lambda: transport.broadcast(torch.ones_like(one), 0),
+        Operation.GATHER: lambda: transport.gather(output, torch.ones_like(one), 0),
+    }
+    refused = set()
+    for operation in sorted(transport.capabilities.operations & calls.keys()):
+        try:
+            calls[operation]()
+        except FlagCXError as error:
+            if not error.is_unsupported:
+                raise
+            refused.add(operation)
+    if context.device.type != "cpu":
+        torch.get_device_module(context.device).synchronize(context.device)
+    transport.restrict(transport.capabilities.operations - refused)
+    if Operation.ALL_REDUCE in transport.capabilities.operations and one.item() != context.world_size:
+        raise CommError(
+            f"{transport.name}: all_reduce of 1 over {context.world_size} ranks gave {one.item()}: "
+            f"the library at FLAGCX_PATH={os.environ.get('FLAGCX_PATH', '')} does not reduce"
+        )
