@@ -53,7 +53,10 @@ struct communicator {
     int nranks;
     /* The next step of a collective; the same on all ranks. */
     uint64_t step;
-    int64_t spin_nanoseconds;
+    /* Nanoseconds that a wait spins before it sleeps, now and at most. */
+    int64_t spin;
+    int64_t longest_spin;
+    uint64_t waits;
     struct peer peers[];
 };
 

@@ -182,7 +182,8 @@ static struct communicator *new_communicator(struct segment *segment, int nranks
     c->segment = segment;
     c->nranks = nranks;
     c->rank = rank;
-    c->spin_nanoseconds = spin_nanoseconds_for(nranks);
+    c->longest_spin = longest_spin_for(nranks);
+    c->spin = c->longest_spin;
     for (int i = 0; i < nranks; i++)
         c->peers[i].watch.descriptor = -1;
     return c;

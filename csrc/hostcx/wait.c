@@ -14,7 +14,13 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LOOKOUT_NANOSECONDS = 50 * 1000 * 1000, SPIN_NANOSECONDS = 20 * 1000, SPINS_PER_LOOK_AT_THE_CLOCK = 32 };
+enum {
+    LOOKOUT_NANOSECONDS = 50 * 1000 * 1000,
+    LONGEST_SPIN_NANOSECONDS = 50 * 1000,
+    SHORTEST_SPIN_NANOSECONDS = 1000,
+    SPINS_PER_LOOK_AT_THE_CLOCK = 16,
+    WAITS_PER_LONG_TRY = 64,
+};
 
 static void spin_once(void)
 {
@@ -40,13 +46,13 @@ void futex_sleep(_Atomic uint32_t *word, uint32_t value, int64_t nanoseconds)
 
 void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-int64_t spin_nanoseconds_for(int nranks)
+int64_t longest_spin_for(int nranks)
 {
     cpu_set_t cpus;
     if (sched_getaffinity(0, sizeof cpus, &cpus) != 0)
         return 0;
     /* With more ranks than processors a spinning rank keeps away the one that it waits for. */
-    return nranks <= CPU_COUNT(&cpus) ? SPIN_NANOSECONDS : 0;
+    return nranks <= CPU_COUNT(&cpus) ? LONGEST_SPIN_NANOSECONDS : 0;
 }
 
 static void ring_doorbell(struct rank_slot *slot)
@@ -71,13 +77,9 @@ void ring_all(struct communicator *c)
 
 void ring_self(struct communicator *c) { ring_doorbell(slot_of(c, c->rank)); }
 
-static bool spin_until(const struct communicator *c, const struct condition *condition)
+static bool spin_for(const struct condition *condition, int64_t nanoseconds)
 {
-    if (condition->ready(condition->context))
-        return true;
-    if (c->spin_nanoseconds == 0)
-        return false;
-    int64_t end = now_nanoseconds() + c->spin_nanoseconds;
+    int64_t end = now_nanoseconds() + nanoseconds;
     do {
         for (int i = 0; i < SPINS_PER_LOOK_AT_THE_CLOCK; i++) {
             spin_once();
@@ -86,6 +88,23 @@ static bool spin_until(const struct communicator *c, const struct condition *con
         }
     } while (now_nanoseconds() < end);
     return false;
+}
+
+/* Spinning pays while the other rank runs on another processor. Where the two share one it only keeps
+ * the other away; nothing says which it is, so the time follows what spinning was worth lately. */
+static bool spin_until(struct communicator *c, const struct condition *condition)
+{
+    if (condition->ready(condition->context))
+        return true;
+    if (c->longest_spin == 0)
+        return false;
+    bool long_try = ++c->waits % WAITS_PER_LONG_TRY == 0;
+    bool met = spin_for(condition, long_try ? c->longest_spin : c->spin);
+    if (met && c->spin < c->longest_spin)
+        c->spin *= 2;
+    else if (!met && !long_try && c->spin > SHORTEST_SPIN_NANOSECONDS)
+        c->spin /= 2;
+    return met;
 }
 
 /* Sleeps until the doorbell rings or it is time to look after the others. */

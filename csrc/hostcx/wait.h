@@ -35,7 +35,7 @@ void futex_sleep(_Atomic uint32_t *word, uint32_t value, int64_t nanoseconds);
 
 void futex_wake(_Atomic uint32_t *word);
 
-/* How long this rank may spin before it sleeps. */
-int64_t spin_nanoseconds_for(int nranks);
+/* Nanoseconds that a rank may spin before it sleeps. */
+int64_t longest_spin_for(int nranks);
 
 #endif
