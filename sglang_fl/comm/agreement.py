@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-import torch.distributed as dist
-
+from sglang_fl.comm.backends.torch_dist import TorchTransport
 from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.routes import routed
 from sglang_fl.comm.types import Backend, GroupContext, Transport
 from sglang_fl.selection import (
     Availability,
@@ -23,26 +21,6 @@ from sglang_fl.selection import (
 )
 
 ITEM = "communicator"
-
-
-def exchange(context: GroupContext, stage: str, value: Any) -> list[Any]:
-    """Every rank's ``value`` in group order. All ranks of the group must call it.
-
-    Raises:
-        AgreementError: a rank did not arrive within ``context.timeout_s``; names group, stage and that rank.
-    """
-    limit = timedelta(seconds=context.timeout_s)
-    try:
-        dist.monitored_barrier(context.cpu_group, timeout=limit, wait_all_ranks=True)
-        gathered: list[Any] = [None] * context.world_size
-        dist.all_gather_object(gathered, value, group=context.cpu_group)
-    except RuntimeError as error:
-        raise AgreementError(
-            f"group {context.name}, rank {context.rank} of ranks {list(context.ranks)}: not every rank reached "
-            f"'{stage}' within {context.timeout_s:g} s. Look at the log of the missing rank; is the plugin "
-            f"installed and loaded there? {_first_line(error)}"
-        ) from error
-    return gathered
 
 
 @dataclass(frozen=True)
@@ -79,7 +57,7 @@ def agree(
             what does; the same text on every rank.
     """
     local = _local_selection(context, backends, policy)
-    views = exchange(context, "announce candidates", local)
+    views = context.exchange("announce candidates", local)
     _same_order(context, [view.order for view in views])
     passed: list[PassedOver] = []
     for name in local.order:
@@ -90,6 +68,7 @@ def agree(
                 return _agreed(context, backend, None, passed, local)
             transport, reason = _create_everywhere(context, backend)
             if transport is not None:
+                transport = routed(context, transport, TorchTransport("torch", context))
                 return _agreed(context, backend, transport, passed, local)
         passed.append(PassedOver(name, reason or ""))
         if policy.strict:
@@ -159,7 +138,7 @@ def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpo
         transport = backend.create(context)
     except CommError as error:
         problem = str(error)
-    problems = exchange(context, f"create {backend.name}", problem)
+    problems = context.exchange(f"create {backend.name}", problem)
     reason = _first_refusal(context, problems)
     if reason is None:
         return transport, ""
@@ -184,7 +163,3 @@ def _agreed(
     candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
     selection = Selection(context.name, candidate, (candidate,), (*passed, *later, *local.unnamed))
     return Agreed(backend, transport, selection, tuple(passed))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

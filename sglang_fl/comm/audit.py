@@ -56,6 +56,10 @@ class TimedTransport(Transport):
         self.capabilities = inner.capabilities
         self._clock = clock
 
+    def exceptions(self) -> dict[str, str]:
+        """See :meth:`Transport.exceptions`."""
+        return self.inner.exceptions()
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
         self._timed(self.inner.all_reduce, tensor)
@@ -76,9 +80,9 @@ class TimedTransport(Transport):
         """See :meth:`Transport.broadcast`."""
         return self._timed_work(self._timed(self.inner.broadcast, tensor, src))
 
-    def gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> None:
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
-        self._timed(self.inner.gather, outputs, tensor, dst)
+        self._timed(self.inner.gather, output, tensor, dst)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""

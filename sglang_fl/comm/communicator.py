@@ -211,8 +211,7 @@ class CommunicatorFL:
             transport.gather(None, tensor, dst)
             return None
         output = torch.empty((self.world_size, *input_.shape), dtype=input_.dtype, device=input_.device)
-        parts = [as_movable(transport, part) for part in output]
-        transport.gather(parts, tensor, dst)
+        transport.gather(as_movable(transport, output), tensor, dst)
         return gather_to_dim(output, dim)
 
     # Broadcasts
@@ -331,6 +330,10 @@ class CommunicatorFL:
             return
         self._closed = True
         self._device.close()
+
+    def exceptions(self) -> dict[str, str]:
+        """Operations that another transport than the agreed one carries, with that one's name."""
+        return self._device.exceptions()
 
     def status(self) -> Mapping[str, Any]:
         """Name, ranks, backend, bytes held for sends, and calls by method, for reports."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_fl.comm.errors import AgreementError
 from sglang_fl.selection import Availability, Kind
 
 if TYPE_CHECKING:
@@ -57,6 +59,53 @@ class GroupContext:
         """Number of ranks in the group."""
         return len(self.ranks)
 
+    def exchange(self, stage: str, value: Any) -> list[Any]:
+        """Every rank's ``value`` in group order. All ranks of the group must call it.
+
+        Raises:
+            AgreementError: a rank did not arrive within ``timeout_s``; names group, stage and that rank.
+        """
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=self.timeout_s)
+        self._announce(stage)
+        try:
+            dist.monitored_barrier(self.cpu_group, timeout=limit, wait_all_ranks=True)
+            gathered: list[Any] = [None] * self.world_size
+            dist.all_gather_object(gathered, value, group=self.cpu_group)
+        except RuntimeError as error:
+            missing = self._missing(stage)
+            who = f"global rank(s) {missing} did not reach" if missing else "a rank was lost while all reached"
+            raise AgreementError(
+                f"group {self.name}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{stage}' "
+                f"within {self.timeout_s:g} s. Look at the log of the missing rank: has its process ended, is the "
+                f"plugin installed and loaded there? ({_first_line(error)})"
+            ) from error
+        places = [dist.get_group_rank(self.cpu_group, rank) for rank in self.ranks]
+        return [gathered[place] for place in places]  # torch.distributed sorts a group's ranks
+
+    def _key(self, stage: str, rank: int) -> str:
+        return f"sglang_fl/{self.name}/{list(self.ranks)}/{stage}/{rank}"
+
+    def _announce(self, stage: str) -> None:
+        # Beside the barrier, whose own error names a missing rank on one rank only, and not one that has ended.
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        _get_default_store().set(self._key(stage, self.ranks[self.rank]), b"here")
+
+    def _missing(self, stage: str) -> list[int]:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        try:
+            store = _get_default_store()
+            return [rank for rank in self.ranks if not store.check([self._key(stage, rank)])]
+        except RuntimeError:
+            return []  # the store went with the process that held it
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -94,6 +143,14 @@ class Transport(ABC):
     name: str
     capabilities: Capabilities
 
+    def restrict(self, operations: frozenset[Operation]) -> None:
+        """Offer no more than ``operations``: what a peer lacks cannot be used here either."""
+        self.capabilities = replace(self.capabilities, operations=self.capabilities.operations & operations)
+
+    def exceptions(self) -> dict[str, str]:
+        """Operation to the name of what carries it, where that is another transport."""
+        return {}
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
@@ -115,8 +172,8 @@ class Transport(ABC):
         """``tensor`` receives rank ``src``'s; a returned work must be waited on before it is used."""
 
     @abstractmethod
-    def gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> None:
-        """On rank ``dst``, ``outputs[r]`` receives rank r's ``tensor``; elsewhere ``outputs`` is None."""
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        """On rank ``dst``, ``output`` receives every rank's ``tensor`` in rank order; elsewhere it is None."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, dst: int) -> Work:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_fl.comm.agreement import Agreed, agree, exchange
+from sglang_fl.comm.agreement import Agreed, agree
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context, host_transport
 from sglang_fl.comm.discovery import discover_backends
@@ -213,7 +213,7 @@ class Groups:
             self.settings,
             self.timeout_s,
         )
-        views = exchange(context, "compare settings", self._comparable())
+        views = context.exchange("compare settings", self._comparable())
         compare(views)
         return len(views)
 

@@ -68,19 +68,29 @@ def misfits(hooks: Iterable[Hook]) -> list[str]:
 
 
 def dead(hooks: Iterable[Hook]) -> list[str]:
-    """Which of ``hooks`` are not live, by identity, with the place where the old function is still in use."""
+    """Which of ``hooks`` are not live, by identity, with the place where the old function is still in use.
+
+    Looks through every loaded module: some 0.1 s once SGLang is loaded, so not for a path that serves requests.
+    """
     problems = []
+    replaced = {}
     for hook in hooks:
-        current = pkgutil.resolve_name(hook.target)
-        chain = list(_wrapping_chain(current))
-        if not any(hook.function in _closure(function) for function in chain):
+        chain = _wrapping_chain_of(hook)
+        if not _is_applied(hook, chain):
             problems.append(f"{hook.target}: SGLang did not apply the hook")
-            continue
-        problems += [
-            f"{hook.target}: {module}.{name} is still the unhooked function"
-            for module, name in _stale_bindings(chain[-1], current)
-        ]
+        elif chain[-1] is not chain[0]:
+            replaced[id(chain[-1])] = hook.target
+    problems += [
+        f"{replaced[id(value)]}: {module}.{name} is still the unhooked function"
+        for module, name, value in _module_bindings()
+        if id(value) in replaced
+    ]
     return problems
+
+
+def count_applied(hooks: Iterable[Hook]) -> int:
+    """How many of ``hooks`` are what their targets lead to at this moment; cheap."""
+    return sum(_is_applied(hook, _wrapping_chain_of(hook)) for hook in hooks)
 
 
 def _own_parameters(hook: Hook) -> list[str]:
@@ -92,22 +102,24 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
     return [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
 
 
-def _wrapping_chain(function: Any) -> Iterator[Any]:
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
+def _wrapping_chain_of(hook: Hook) -> list[Any]:
+    """What the target leads to now, and what that wraps, down to SGLang's own function."""
+    chain = [pkgutil.resolve_name(hook.target)]
+    while getattr(chain[-1], "__wrapped__", None) is not None:
+        chain.append(chain[-1].__wrapped__)
+    return chain
+
+
+def _is_applied(hook: Hook, chain: Iterable[Any]) -> bool:
+    return any(hook.function is value for function in chain for value in _closure(function))
 
 
 def _closure(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
-def _stale_bindings(original: Any, current: Any) -> Iterator[tuple[str, str]]:
-    if original is current:
-        return
+def _module_bindings() -> Iterator[tuple[str, str, Any]]:
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType):
-            continue
-        for name, value in list(vars(module).items()):
-            if value is original:
-                yield module_name, name
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                yield module_name, name, value

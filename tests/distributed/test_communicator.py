@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def world(context: RankContext, ranks: list[int] | None = None) -> CommunicatorF
     ranks = ranks or list(range(context.world_size))
     group = dist.new_group(ranks, backend="gloo")
     device_group = dist.new_group(ranks, backend="gloo")
-    return CommunicatorFL(cpu_group=group, device_group=device_group, device="cpu", ranks=ranks, name=f"test:{ranks}")
+    return communicator_of(group, device_group, ranks)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
@@ -220,7 +221,17 @@ def world_of(context: RankContext, ranks: list[int]) -> CommunicatorFL | None:
     group, device_group = dist.new_group(ranks, backend="gloo"), dist.new_group(ranks, backend="gloo")
     if context.rank not in ranks:
         return None
-    return CommunicatorFL(cpu_group=group, device_group=device_group, device="cpu", ranks=ranks, name=f"g{ranks}")
+    return communicator_of(group, device_group, ranks)
+
+
+def communicator_of(group: Any, device_group: Any, ranks: list[int]) -> CommunicatorFL:
+    """The communicator, on the backend that the environment selects and no other."""
+    communicator = CommunicatorFL(
+        cpu_group=group, device_group=device_group, device="cpu", ranks=ranks, name=f"test:{ranks}"
+    )
+    assert communicator.backend == os.environ["SGLANG_FL_DIST_BACKEND"]
+    assert communicator.exceptions() == {}
+    return communicator
 
 
 def _broadcast_tensor_dict(context: RankContext) -> None:
@@ -264,7 +275,7 @@ def _group_ranks(context: RankContext) -> None:
 def _refuses(context: RankContext) -> None:
     communicator = world(context)
     for dtype in (torch.bool, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2):
-        with pytest.raises(TypeError, match=rf"all_reduce.*torch.*{dtype}"):
+        with pytest.raises(TypeError, match=rf"all_reduce.*backend {communicator.backend} has no sum for {dtype}"):
             communicator.all_reduce(torch.zeros(2).to(dtype))
     with pytest.raises(ValueError, match="src=7"):
         communicator.broadcast(torch.zeros(1), src=7)
@@ -280,35 +291,33 @@ def _refuses(context: RankContext) -> None:
 @pytest.mark.parametrize(
     "body", [_all_reduce, _all_gather, _broadcast_and_gather, _reduce_scatter, _uneven, _point_to_point, _refuses]
 )
-def test_operation(body: Callable[[RankContext], None], world_size: int) -> None:
-    """Given ranks over gloo, when each calls the operation, then every one has the right values."""
-    run_ranks(body, world_size)
+def test_operation(body: Callable[[RankContext], None], world_size: int, backend: dict[str, str]) -> None:
+    """Given ranks on a backend, when each calls the operation, then every one has the right values."""
+    run_ranks(body, world_size, env=backend)
 
 
 @pytest.mark.parametrize("async_send", [False, True])
-def test_both_sides_send_a_tensor_dict_first(async_send: bool) -> None:
-    """Given 64 MiB each way, when both ranks send first, then both receive what was sent, although it was overwritten."""
-    run_ranks(_tensor_dict, 2, async_send)
+def test_both_sides_send_a_tensor_dict_first(async_send: bool, backend: dict[str, str]) -> None:
+    """Given 64 MiB each way, when both ranks send first, then both receive what was sent before it was changed."""
+    run_ranks(_tensor_dict, 2, async_send, env=backend)
 
 
-def test_tensor_dict_in_shares() -> None:
+def test_tensor_dict_in_shares(backend: dict[str, str]) -> None:
     """Given an all_gather_group, when its ranks send shares, then the receivers have the whole tensors."""
-    run_ranks(_tensor_dict_shares, 4)
+    run_ranks(_tensor_dict_shares, 4, env=backend)
 
 
-def test_broadcast_tensor_dict() -> None:
+def test_broadcast_tensor_dict(backend: dict[str, str]) -> None:
     """Given a dictionary on one rank, when it is broadcast, then all ranks have it."""
-    run_ranks(_broadcast_tensor_dict, 3)
+    run_ranks(_broadcast_tensor_dict, 3, env=backend)
 
 
-def test_ranks_are_the_groups_own() -> None:
+def test_ranks_are_the_groups_own(backend: dict[str, str]) -> None:
     """Given groups of a world of four, when src and dst are named, then they are ranks within the group."""
-    run_ranks(_group_ranks, 4)
+    run_ranks(_group_ranks, 4, env=backend)
 
 
 def _differs(context: RankContext) -> str:
-    import os
-
     os.environ["SGLANG_FL_DIST_BACKEND"] = "torch" if context.rank == 0 else "auto"
     with pytest.raises(AgreementError) as raised:
         world(context)
@@ -322,16 +331,21 @@ def test_different_settings_are_the_same_error_on_all_ranks() -> None:
     assert "global rank 0 has torch; global rank 1 has" in texts[0]
 
 
-def _absent(context: RankContext) -> str:
+def _absent(context: RankContext, ends: bool) -> str:
     group = dist.new_group([0, 1], backend="gloo")
+    store = context.store("done")
     if context.rank == 1:
+        if not ends:
+            store.wait(["done"])
         return ""
     with pytest.raises(AgreementError) as raised:
         CommunicatorFL(cpu_group=group, device_group=group, device="cpu", ranks=[0, 1], name="tp:0", timeout_s=1.0)
+    store.set("done", "1")
     return str(raised.value)
 
 
-def test_a_rank_that_never_arrives_is_named() -> None:
-    """Given a peer without the plugin, when a rank makes a communicator, then an error names group, stage and peer."""
-    text = run_ranks(_absent, 2)[0]
-    assert "group tp:0, rank 0" in text and "announce candidates" in text and "Ranks 1 failed" in text
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_never_arrives_is_named(ends: bool) -> None:
+    """Given a peer without the plugin, or gone, when a rank makes a communicator, then group, stage and peer are named."""
+    text = run_ranks(_absent, 2, ends)[0]
+    assert "group tp:0, global rank 0 of [0, 1]: global rank(s) [1] did not reach 'announce candidates'" in text

@@ -71,11 +71,12 @@ class TorchTransport(Transport):
         work: Work | None = dist.broadcast(tensor, self._ranks[src], group=self._group, async_op=True)
         return work
 
-    def gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, dst: int) -> None:
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
-        if outputs is not None and self._torch_places is not None:
-            outputs = [outputs[place] for place in torch.argsort(self._torch_places).tolist()]
-        dist.gather(tensor, outputs, dst=self._ranks[dst], group=self._group)
+        parts = None if output is None else list(output.view(len(self._ranks), -1))
+        if parts is not None and self._torch_places is not None:
+            parts = [parts[place] for place in torch.argsort(self._torch_places).tolist()]
+        dist.gather(tensor.view(-1), parts, dst=self._ranks[dst], group=self._group)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
