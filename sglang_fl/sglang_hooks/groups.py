@@ -19,7 +19,7 @@ from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings
 from sglang_fl.selection import Kind
-from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead
 
 logger = logging.getLogger("sglang_fl.comm")
 
@@ -192,7 +192,7 @@ class Groups:
             "pid": os.getpid(),
             "rank": torch.distributed.get_rank(),
             "versions": self.versions,
-            "hooks_live": len(self.hooks) - len(dead(self.hooks)),
+            "hooks_live": count_applied(self.hooks),
             "hooks": len(self.hooks),
             "clock": None if self.clock is None else asdict(self.clock),
             "groups": [record.status() for record in self.records],
