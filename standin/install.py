@@ -19,7 +19,7 @@ from pathlib import Path
 MODULE_NAME = "sgl_kernel"
 STAND_IN = "sglang-fl-kernel-standin"
 STAND_IN_PACKAGE = "sglang_fl_kernel_standin"
-# The first is current, the second its name until 2026; both install the module sgl_kernel.
+# The current name and the old one; both install the module sgl_kernel.
 REAL_DISTRIBUTIONS = ("sglang-kernel", "sgl-kernel")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
