@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sglang_fl.comm.point_to_point import P2PWork
 
 if TYPE_CHECKING:
-    from sglang_fl.comm.communicator import CommunicatorFL
+    from sglang_fl.comm.transfers import Transfers
 
 
 class TensorMetadata(NamedTuple):
@@ -37,7 +37,7 @@ def split(tensor_dict: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[torc
     return entries, tensors
 
 
-def broadcast(communicator: CommunicatorFL, tensor_dict: dict[str, Any] | None, src: int) -> dict[str, Any] | None:
+def broadcast(communicator: Transfers, tensor_dict: dict[str, Any] | None, src: int) -> dict[str, Any] | None:
     """See :meth:`CommunicatorFL.broadcast_tensor_dict`."""
     if communicator.world_size == 1:
         return tensor_dict
@@ -59,7 +59,7 @@ def broadcast(communicator: CommunicatorFL, tensor_dict: dict[str, Any] | None, 
 
 
 def send(
-    communicator: CommunicatorFL,
+    communicator: Transfers,
     tensor_dict: dict[str, Any],
     dst: int,
     all_gather_group: Any,
@@ -79,7 +79,7 @@ def send(
     return works
 
 
-def receive(communicator: CommunicatorFL, src: int, all_gather_group: Any) -> dict[str, Any]:
+def receive(communicator: Transfers, src: int, all_gather_group: Any) -> dict[str, Any]:
     """See :meth:`CommunicatorFL.recv_tensor_dict`."""
     result: dict[str, Any] = {}
     for key, value in _receive_object(communicator, src):
@@ -89,9 +89,7 @@ def receive(communicator: CommunicatorFL, src: int, all_gather_group: Any) -> di
     return result
 
 
-def _receive_tensor(
-    communicator: CommunicatorFL, metadata: TensorMetadata, src: int, all_gather_group: Any
-) -> torch.Tensor:
+def _receive_tensor(communicator: Transfers, metadata: TensorMetadata, src: int, all_gather_group: Any) -> torch.Tensor:
     tensor = _allocate(communicator, metadata)
     if tensor.numel() == 0:
         return tensor
@@ -115,7 +113,7 @@ def _share(tensor: torch.Tensor, all_gather_group: Any) -> torch.Tensor:
     return share
 
 
-def _allocate(communicator: CommunicatorFL, metadata: TensorMetadata) -> torch.Tensor:
+def _allocate(communicator: Transfers, metadata: TensorMetadata) -> torch.Tensor:
     own = communicator.device
     device = own if own.type == metadata.device_type else torch.device(metadata.device_type)
     return torch.empty(metadata.size, dtype=metadata.dtype, device=device)
@@ -124,13 +122,13 @@ def _allocate(communicator: CommunicatorFL, metadata: TensorMetadata) -> torch.T
 # Objects travel as SGLang's do: a length, then the pickle, both over the CPU group.
 
 
-def _broadcast_object(communicator: CommunicatorFL, value: Any, src: int) -> Any:
+def _broadcast_object(communicator: Transfers, value: Any, src: int) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=communicator.ranks[src], group=communicator.context.cpu_group)
     return box[0]
 
 
-def _send_object(communicator: CommunicatorFL, value: Any, dst: int, async_send: bool) -> list[P2PWork]:
+def _send_object(communicator: Transfers, value: Any, dst: int, async_send: bool) -> list[P2PWork]:
     pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     length = torch.tensor([pickled.numel()], dtype=torch.long)
     if async_send:
@@ -140,7 +138,7 @@ def _send_object(communicator: CommunicatorFL, value: Any, dst: int, async_send:
     return []
 
 
-def _receive_object(communicator: CommunicatorFL, src: int) -> Any:
+def _receive_object(communicator: Transfers, src: int) -> Any:
     length = torch.empty(1, dtype=torch.long)
     communicator.recv_object_part(length, src)
     pickled = torch.empty(int(length.item()), dtype=torch.uint8)

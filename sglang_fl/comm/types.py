@@ -91,7 +91,7 @@ class GroupContext:
         # Beside the barrier, whose own error names a missing rank on one rank only, and not one that has ended.
         from torch.distributed.distributed_c10d import _get_default_store
 
-        _get_default_store().set(self._key(stage, self.ranks[self.rank]), b"here")
+        _get_default_store().set(self._key(stage, self.ranks[self.rank]), "here")
 
     def _missing(self, stage: str) -> list[int]:
         from torch.distributed.distributed_c10d import _get_default_store

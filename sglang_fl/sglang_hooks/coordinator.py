@@ -47,6 +47,35 @@ def _all_gather_into_tensor(original: Original, self: Any, output: Any, input: A
     return None
 
 
+def _cp_all_gather_into_tensor_async(original: Original, self: Any, output: Any, input: Any, stream: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input, stream)
+    return communicator.cp_all_gather_into_tensor_async(output, input, stream)
+
+
+def _fused_allreduce_rmsnorm(
+    original: Original, self: Any, input_: Any, residual_inp_: Any, weight_: Any, eps: float
+) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, input_, residual_inp_, weight_, eps)
+    return communicator.fused_allreduce_rmsnorm(input_, residual_inp_, weight_, eps)
+
+
+def _broadcast_object_list(original: Original, self: Any, obj_list: Any, src: int = 0, group: Any = None) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, obj_list, src, group)
+    # SGLang ignores the group as well.
+    return communicator.broadcast_object_list(obj_list, src)
+
+
+def _barrier(original: Original, self: Any) -> Any:
+    communicator = self.fl_communicator
+    return original(self) if communicator is None else communicator.barrier()
+
+
 def _all_gatherv(original: Original, self: Any, input_: Any, sizes: Any = None) -> Any:
     communicator = self.fl_communicator
     return original(self, input_, sizes) if communicator is None else communicator.all_gatherv(input_, sizes)
@@ -151,6 +180,10 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into_tensor,
     "_all_gather_into_tensor": _all_gather_into_tensor,
+    "cp_all_gather_into_tensor_async": _cp_all_gather_into_tensor_async,
+    "fused_allreduce_rmsnorm": _fused_allreduce_rmsnorm,
+    "broadcast_object_list": _broadcast_object_list,
+    "barrier": _barrier,
     "all_gatherv": _all_gatherv,
     "reduce_scatter_tensor": _public_reduce_scatter_tensor,
     "_reduce_scatter_tensor": _reduce_scatter_tensor,

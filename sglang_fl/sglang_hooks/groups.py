@@ -12,7 +12,8 @@ import torch
 
 from sglang_fl.comm.agreement import Agreed, agree
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
-from sglang_fl.comm.communicator import CommunicatorFL, group_context, host_transport
+from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.policy import communicator_policy

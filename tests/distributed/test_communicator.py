@@ -346,6 +346,6 @@ def _absent(context: RankContext, ends: bool) -> str:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_rank_that_never_arrives_is_named(ends: bool) -> None:
-    """Given a peer without the plugin, or gone, when a rank makes a communicator, then group, stage and peer are named."""
+    """Given a peer without the plugin, or gone, when a rank makes a communicator, then an error names the peer."""
     text = run_ranks(_absent, 2, ends)[0]
     assert "group tp:0, global rank 0 of [0, 1]: global rank(s) [1] did not reach 'announce candidates'" in text

@@ -94,7 +94,7 @@ class FlagCXCommunicator:
                 raise jobs.timed_out("create", timeout_s, where, rank) from None
             if result != 0:
                 raise FlagCXError(result, "create", where, rank=rank)
-            made = ffi.gc(lib.sglang_fl_flagcx_job_communicator(job.handle), lib.sglang_fl_flagcx_communicator_free)
+            made = lib.sglang_fl_flagcx_job_communicator(job.handle)
         return cls(library, made, world_size, rank, device)
 
     @property

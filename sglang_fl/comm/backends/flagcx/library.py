@@ -76,7 +76,7 @@ class FlagCXLibrary:
         handle = native.lib.sglang_fl_flagcx_open(os.fsencode(path), code, message, _MESSAGE_BYTES)
         if handle == native.ffi.NULL:
             raise _open_error(code[0], path, given, native.ffi.string(message).decode(errors="replace"))
-        return cls(native, native.ffi.gc(handle, native.lib.sglang_fl_flagcx_library_free))
+        return cls(native, handle)
 
     def function(self, operation: FlagCXOperation) -> Callable[..., int]:
         """The C function of ``operation``: call it with ``communicator.handle`` first and compare with 0.

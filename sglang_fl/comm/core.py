@@ -1,0 +1,99 @@
+"""What every operation of a group needs: its transports, its counters and its argument checks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from sglang_fl.comm.agreement import Agreed
+from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.point_to_point import PendingSends
+from sglang_fl.comm.types import GroupContext, Transport
+
+
+class GroupCore:
+    """State and checks of one rank's view of a group; the operations are in the classes built on it.
+
+    Attributes:
+        context, agreed: the group, and what its ranks agreed on.
+        name, ranks, world_size, rank_in_group, device, backend: of the group, for callers and reports.
+        counts: calls by method.
+    """
+
+    def _bind(self, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> None:
+        if agreed.transport is None:
+            raise CommError(f"group {context.name}: {agreed.backend.name} was chosen, but has no transport")
+        self.context = context
+        self.agreed = agreed
+        self.name = context.name
+        self.backend = agreed.backend.name
+        self.device = context.device
+        self.ranks = context.ranks
+        self.world_size = context.world_size
+        self.rank_in_group = context.rank
+        self.counts: dict[str, int] = defaultdict(int)
+        self._device: Transport = agreed.transport
+        self._metadata = metadata or host_transport(context)
+        self._host: Transport = self._device if context.device.type == "cpu" else self._metadata
+        self._sends = PendingSends()
+        self._closed = False
+
+    def _check_reducible(self, transport: Transport, tensor: torch.Tensor, method: str) -> None:
+        if tensor.dtype in transport.capabilities.reducible:
+            return
+        names = ", ".join(sorted(str(dtype) for dtype in transport.capabilities.reducible))
+        raise TypeError(
+            f"{method}, group {self.name}: backend {transport.name} has no sum for {tensor.dtype}; "
+            f"it sums {names}. Convert the tensor first."
+        )
+
+    def _check_rank(self, method: str, parameter: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"{method}, group {self.name}: {parameter}={rank} is not a rank within the group "
+                f"(0 to {self.world_size - 1})"
+            )
+
+    def _check_peer(self, method: str, parameter: str, rank: int) -> None:
+        self._check_rank(method, parameter, rank)
+        if rank == self.rank_in_group:
+            raise ValueError(f"{method}, group {self.name}: {parameter}={rank} is this rank itself")
+
+    def _check_list(self, method: str, parameter: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self.world_size:
+            raise ValueError(
+                f"{method}, group {self.name}: {parameter} has {len(tensors)} tensors for {self.world_size} ranks"
+            )
+
+    def _row_sizes(self, method: str, rows: int, sizes: Sequence[int] | None) -> list[int]:
+        if sizes is None:
+            if rows % self.world_size:
+                raise ValueError(
+                    f"{method}, group {self.name}: {rows} rows cannot be divided evenly among "
+                    f"{self.world_size} ranks; pass sizes"
+                )
+            return [rows // self.world_size] * self.world_size
+        if len(sizes) != self.world_size or sum(sizes) != rows or min(sizes) < 0:
+            raise ValueError(
+                f"{method}, group {self.name}: sizes={list(sizes)} must be {self.world_size} numbers of rows "
+                f"whose sum is {rows}"
+            )
+        return list(sizes)
+
+
+def host_transport(context: GroupContext) -> Transport:
+    """The way of CPU tensors in a group whose device is another: its gloo group."""
+    return TorchTransport(
+        "torch",
+        GroupContext(
+            context.name,
+            context.ranks,
+            context.rank,
+            torch.device("cpu"),
+            context.cpu_group,
+            context.cpu_group,
+        ),
+    )
