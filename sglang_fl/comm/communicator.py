@@ -18,6 +18,7 @@ from sglang_fl.comm.reductions import Reductions
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings, load_settings
+from sglang_fl.devices import detect_platform
 
 
 class CommunicatorFL(Reductions, Gathers, Transfers):
@@ -56,7 +57,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         Raises:
             AgreementError: a rank is missing, the ranks' settings differ, or no backend works on all of them.
         """
-        settings = settings or load_settings()
+        settings = settings or load_settings(platform=detect_platform())
         context = group_context(cpu_group, device_group, device, ranks, name, settings, timeout_s)
         agreed = agree(context, discover_backends().backends, communicator_policy(settings))
         self._bind(context, agreed)
