@@ -24,7 +24,7 @@ $(VENV)/.requirements: requirements/sglang-empty.txt requirements/dev.txt | $(VE
 	$(PIP) -r requirements/sglang-empty.txt -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.standin: $(wildcard standin/*.py standin/*.toml standin/*/*.py) | $(VENV)/.requirements
+$(VENV)/.standin: $(wildcard standin/*.py standin/*.toml standin/*.pth standin/*/*.py) | $(VENV)/.requirements
 	$(call say,[3/4] sgl_kernel: a stand-in where the real one is not installed)
 	$(BIN)/python standin/install.py
 	@touch $@
