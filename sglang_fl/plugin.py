@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import platform as python_platform
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -189,6 +190,9 @@ def _switch_on(plugin: Plugin) -> None:
     if backend is not None:
         hooks.append(server.attention_backend_hook(backend))
     hooks += _communication_hooks(plugin)
+    if plugin.platform == "cuda" and not has_real_sgl_kernel():
+        # SGLang refuses to start an NVIDIA server without the distribution; the empty install has none.
+        os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
     problems = misfits(hooks)
     if problems:
         raise ConfigurationError(
