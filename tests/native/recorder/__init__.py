@@ -42,13 +42,24 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._control = ctypes.CDLL(str(path))
-        self._control.recorder_text.restype = ctypes.c_char_p
+        self._control.recorder_copy.restype = ctypes.c_size_t
+        self._control.recorder_copy.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 
     def calls(self, name: str = "") -> list[Call]:
         """Recorded calls, of ``name`` only if it is given."""
-        lines = [line.split() for line in self._control.recorder_text().decode().splitlines()]
+        lines = [line.split() for line in self._text().splitlines()]
         calls = [Call(words[0], dict(word.split("=", 1) for word in words[1:])) for words in lines]
         return [call for call in calls if name in ("", call.name)]
+
+    def _text(self) -> str:
+        """A consistent copy: other threads may be writing."""
+        size = 0
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            needed = self._control.recorder_copy(buffer, size)
+            if needed <= size:
+                return buffer.raw[:needed].decode()
+            size = 2 * needed
 
     def names(self) -> list[str]:
         """The names of all recorded calls, in order."""

@@ -148,15 +148,21 @@ class FlagCXCommunicator:
 
     def broadcast(self, send: int, receive: int, count: int, dtype: int, root: int, stream: int = 0) -> None:
         """Every rank's ``receive`` gets rank ``root``'s ``send``; elsewhere ``send`` is not read."""
-        self._rooted(FlagCXOperation.BROADCAST, send, receive, count, dtype, root, stream)
+        self._rooted(
+            self._lib.sglang_fl_flagcx_broadcast, FlagCXOperation.BROADCAST, send, receive, count, dtype, root, stream
+        )
 
     def gather(self, send: int, receive: int, count: int, dtype: int, root: int, stream: int = 0) -> None:
         """Rank ``root``'s ``receive`` (world_size blocks of ``count`` elements) gets every rank's ``send``."""
-        self._rooted(FlagCXOperation.GATHER, send, receive, count, dtype, root, stream)
+        self._rooted(
+            self._lib.sglang_fl_flagcx_gather, FlagCXOperation.GATHER, send, receive, count, dtype, root, stream
+        )
 
     def scatter(self, send: int, receive: int, count: int, dtype: int, root: int, stream: int = 0) -> None:
         """``receive`` gets block ``rank`` (``count`` elements) of rank ``root``'s ``send``."""
-        self._rooted(FlagCXOperation.SCATTER, send, receive, count, dtype, root, stream)
+        self._rooted(
+            self._lib.sglang_fl_flagcx_scatter, FlagCXOperation.SCATTER, send, receive, count, dtype, root, stream
+        )
 
     def all_to_all(self, send: int, receive: int, count: int, dtype: int, stream: int = 0) -> None:
         """Block r of ``send`` (``count`` elements) goes to block ``rank`` of rank r's ``receive``."""
@@ -361,10 +367,18 @@ class FlagCXCommunicator:
             raise FlagCXError(result, what, rank=self.rank)
 
     def _rooted(
-        self, operation: FlagCXOperation, send: int, receive: int, count: int, dtype: int, root: int, stream: int
+        self,
+        function: Callable[..., int],
+        operation: FlagCXOperation,
+        send: int,
+        receive: int,
+        count: int,
+        dtype: int,
+        root: int,
+        stream: int,
     ) -> None:
         try:
-            code = self.library.function(operation)(self.handle, send, receive, count, dtype, root, stream)
+            code = function(self.handle, send, receive, count, dtype, root, stream)
         except OverflowError as error:
             raise self._bad_integer(operation, error, count, dtype) from error
         if code:

@@ -11,6 +11,7 @@ from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
 from sglang_fl.comm.backends.flagcx.group import Group
 from sglang_fl.comm.backends.flagcx.native import Native, load
 from sglang_fl.comm.backends.flagcx.types import (
+    GRAPH_CAPTURE,
     IN_PLACE,
     SYMBOLS,
     DataType,
@@ -182,17 +183,19 @@ class FlagCXLibrary:
         missing = self.missing_symbols
         operations = frozenset(operation for operation, symbol in SYMBOLS.items() if symbol not in missing)
         vendor = self.vendor
+        memory = MemoryKind.HOST if vendor.upper() in HOST_VENDORS else MemoryKind.DEVICE
         return FlagCXCapabilities(
             operations=operations,
             dtypes=frozenset(DataType),
             reduce_ops=frozenset(ReduceOp),
             in_place={operation: rule for operation, rule in IN_PLACE.items() if operation in operations},
-            memory=MemoryKind.HOST if vendor.upper() in HOST_VENDORS else MemoryKind.DEVICE,
+            memory=memory,
             vendor=vendor,
             memory_registration={FlagCXOperation.REGISTER, FlagCXOperation.DEREGISTER} <= operations,
             symmetric_windows={FlagCXOperation.WINDOW_REGISTER, FlagCXOperation.WINDOW_DEREGISTER} <= operations,
             allocates_memory=not {"flagcxMemAlloc", "flagcxMemFree"} & missing,
             uneven_sizes=frozenset({FlagCXOperation.ALL_TO_ALL_V}) & operations,
+            graph_capture=operations & GRAPH_CAPTURE if memory is MemoryKind.DEVICE else frozenset(),
         )
 
     def _ask(self, function: str) -> int:

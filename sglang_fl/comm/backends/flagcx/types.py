@@ -126,6 +126,21 @@ IN_PLACE: dict[FlagCXOperation, InPlace] = {
 }
 
 
+# Captured and replayed with right values on two H200s. A barrier waits on the host and cannot be captured.
+GRAPH_CAPTURE = frozenset(
+    {
+        FlagCXOperation.ALL_REDUCE,
+        FlagCXOperation.ALL_GATHER,
+        FlagCXOperation.REDUCE_SCATTER,
+        FlagCXOperation.ALL_TO_ALL,
+        FlagCXOperation.SEND,
+        FlagCXOperation.RECV,
+        FlagCXOperation.GROUP_START,
+        FlagCXOperation.GROUP_END,
+    }
+)
+
+
 class MemoryKind(Enum):
     """Whose addresses the library takes."""
 
@@ -155,6 +170,7 @@ class FlagCXCapabilities:
         symmetric_windows: buffers can be registered as symmetric windows.
         allocates_memory: it offers memory of its own, see ``FlagCXLibrary.mem_alloc``.
         uneven_sizes: operations in which ranks may contribute different counts.
+        graph_capture: operations that may be captured in a device graph; send and recv inside a group.
     """
 
     operations: frozenset[FlagCXOperation]
@@ -167,3 +183,4 @@ class FlagCXCapabilities:
     symmetric_windows: bool
     allocates_memory: bool
     uneven_sizes: frozenset[FlagCXOperation]
+    graph_capture: frozenset[FlagCXOperation]
