@@ -43,6 +43,7 @@ class GroupContext:
         cpu_group: gloo group of the same ranks.
         timeout_s: limit for each step of creation, seconds.
         options: settings that a backend may need, such as ``flagcx_path``.
+        shares_communicator: False for a group that is used at the same time as another one of the same ranks.
     """
 
     name: str
@@ -53,6 +54,7 @@ class GroupContext:
     cpu_group: ProcessGroup
     timeout_s: float = 120.0
     options: dict[str, str] = field(default_factory=dict)
+    shares_communicator: bool = True
 
     @property
     def world_size(self) -> int:

@@ -121,6 +121,8 @@ class Groups:
             self.settings,
             self.timeout_s,
         )
+        # PD multiplexing duplicates the TP group in order to use both at the same time.
+        context = replace(context, shares_communicator="pdmux" not in coordinator.unique_name)
         policy = communicator_policy(self.settings)
         agreed = agree(context, discover_backends().backends, policy, self.native_kinds)
         record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)

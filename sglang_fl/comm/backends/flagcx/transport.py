@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -45,9 +46,11 @@ def _raw_stream(device: torch.device) -> Callable[[], int]:
 class FlagCXTransport(Transport):
     """Collectives of one group on one FlagCX communicator; host memory's point-to-point on channels of its own."""
 
-    def __init__(self, name: str, context: GroupContext, library: FlagCXLibrary, communicator: FlagCXCommunicator):
+    def __init__(self, name: str, context: GroupContext, library: FlagCXLibrary, shared: SharedCommunicator):
         self.name = name
+        communicator = shared.communicator
         self.communicator = communicator
+        self._shared: SharedCommunicator | None = shared
         types = {dtype: int(number) for dtype, number in torch_data_types().items()}
         known = library.capabilities.operations
         operations: set[Operation] = {operation for operation, needed in _COLLECTIVES.items() if needed in known}
@@ -124,9 +127,12 @@ class FlagCXTransport(Transport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
+        shared, self._shared = self._shared, None
+        if shared is None:
+            return
         if self._channels is not None:
             self._channels.close()
-        self.communicator.close()
+        shared.given_back()
 
 
 @cache
@@ -154,28 +160,62 @@ class FlagCXBackend(Backend):
         return Availability.no(f"{library.path} works on {kind}, this group's tensors are on {context.device.type}")
 
     def create(self, context: GroupContext) -> FlagCXTransport:
-        """Make an id on the group's first rank, hand it to the others, join, and call every collective once."""
+        """Join a communicator of the group's ranks, or share the one that they have, and call every collective once."""
         library = _library(context.options["flagcx_path"])
-        unique_id, problem = b"", ""
-        if context.rank == 0:
-            try:
-                unique_id = library.unique_id(context.timeout_s)
-            except FlagCXError as error:
-                problem = str(error)
-        unique_id, problem = context.exchange("hand out FlagCX's unique id", (unique_id, problem))[0]
-        if problem:
-            raise CommError(problem)
-        device = context.device.index if context.device.type != "cpu" else None
-        communicator = FlagCXCommunicator.create(
-            library, unique_id, context.world_size, context.rank, context.timeout_s, device
-        )
-        transport = FlagCXTransport(self.name, context, library, communicator)
+        key = (library.path, context.ranks, str(context.device))
+        shared = _shared.get(key) if context.shares_communicator else None
+        if not all(context.exchange("look for a communicator of the same ranks", shared is not None)):
+            shared = None
+        if shared is None:
+            shared = SharedCommunicator(_join(context, library))
+            if context.shares_communicator:
+                _shared[key] = shared
+        transport = FlagCXTransport(self.name, context, library, shared.taken())
         try:
             _warm_up(transport, context)
         except CommError:
             transport.close()
             raise
         return transport
+
+
+@dataclass
+class SharedCommunicator:
+    """A communicator and how many groups of the same ranks use it; the last one closes it."""
+
+    communicator: FlagCXCommunicator
+    users: int = 0
+
+    def taken(self) -> SharedCommunicator:
+        """This one, with one more user."""
+        self.users += 1
+        return self
+
+    def given_back(self) -> None:
+        """One user less."""
+        self.users -= 1
+        if self.users:
+            return
+        for key in [key for key, shared in _shared.items() if shared is self]:
+            del _shared[key]
+        self.communicator.close()
+
+
+_shared: dict[tuple[str, tuple[int, ...], str], SharedCommunicator] = {}
+
+
+def _join(context: GroupContext, library: FlagCXLibrary) -> FlagCXCommunicator:
+    unique_id, problem = b"", ""
+    if context.rank == 0:
+        try:
+            unique_id = library.unique_id(context.timeout_s)
+        except FlagCXError as error:
+            problem = str(error)
+    unique_id, problem = context.exchange("hand out FlagCX's unique id", (unique_id, problem))[0]
+    if problem:
+        raise CommError(problem)
+    device = context.device.index if context.device.type != "cpu" else None
+    return FlagCXCommunicator.create(library, unique_id, context.world_size, context.rank, context.timeout_s, device)
 
 
 def _warm_up(transport: FlagCXTransport, context: GroupContext) -> None:
