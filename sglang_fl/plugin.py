@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 import platform as python_platform
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_fl import __version__
@@ -204,7 +204,8 @@ def _switch_on(plugin: Plugin) -> None:
 
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
-    from sglang_fl.comm.audit import HookClock, timed_hook
+    from sglang_fl.comm.audit import HookClock
+    from sglang_fl.comm.ledger import Ledger
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
     from sglang_fl.sglang_hooks import coordinator, cpu, groups
@@ -224,8 +225,9 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         coordinator.prepare()
         method_hooks = coordinator.METHOD_HOOKS
         if settings.comm.audit is not None:
-            state.clock = HookClock()
-            method_hooks = tuple(replace(h, function=timed_hook(h.function, state.clock)) for h in method_hooks)
+            state.clock, state.ledger = HookClock(), Ledger()
+            state.ledger.watch_torch()
+            method_hooks = coordinator.audited_hooks(state.clock, state.ledger)
         hooks += method_hooks
     if plugin.platform == "cpu":
         hooks += cpu.hooks()

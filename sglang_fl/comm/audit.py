@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.types import Transport, Work
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -26,25 +27,30 @@ class HookClock:
     calls: int = 0
     hooks_ns: int = 0
     transports_ns: int = 0
-    depth: int = 0
 
 
-def timed_hook(function: Callable[..., Any], clock: HookClock) -> Callable[..., Any]:
-    """An AROUND hook that also counts its time; a hook reached from within another counts once."""
+def audited_hook(function: Callable[..., Any], name: str, clock: HookClock, ledger: Ledger) -> Callable[..., Any]:
+    """An AROUND hook of a coordinator's method that also counts its time and books the call.
+
+    A hook that is reached from within another counts once; a group without a communicator is not counted.
+    """
 
     @functools.wraps(function)
-    def timed(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        clock.depth += 1
+    def audited(original: Callable[..., Any], coordinator: Any, *arguments: Any, **named: Any) -> Any:
+        communicator = coordinator.fl_communicator
+        if communicator is None or ledger.depth:
+            return function(original, coordinator, *arguments, **named)
+        ledger.carried(communicator.name, name, communicator.backend)
+        ledger.depth += 1
         start = perf_counter_ns()
         try:
-            return function(original, *arguments, **named)
+            return function(original, coordinator, *arguments, **named)
         finally:
-            clock.depth -= 1
-            if clock.depth == 0:
-                clock.calls += 1
-                clock.hooks_ns += perf_counter_ns() - start
+            clock.hooks_ns += perf_counter_ns() - start
+            clock.calls += 1
+            ledger.depth -= 1
 
-    return timed
+    return audited
 
 
 class TimedTransport(Transport):

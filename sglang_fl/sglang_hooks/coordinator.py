@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_fl.comm.audit import HookClock, audited_hook
+from sglang_fl.comm.ledger import Ledger
 from sglang_fl.sglang_hooks.registration import Hook
 
 COORDINATOR = "sglang.srt.distributed.parallel_state.GroupCoordinator"
@@ -202,6 +204,14 @@ _METHODS: dict[str, Callable[..., Any]] = {
 METHOD_HOOKS: tuple[Hook, ...] = tuple(
     Hook(f"{COORDINATOR}.{method}", function) for method, function in _METHODS.items()
 )
+
+
+def audited_hooks(clock: HookClock, ledger: Ledger) -> tuple[Hook, ...]:
+    """The same hooks, each counting its time and booking its calls."""
+    return tuple(
+        Hook(f"{COORDINATOR}.{method}", audited_hook(function, method, clock, ledger))
+        for method, function in _METHODS.items()
+    )
 
 
 def prepare() -> None:

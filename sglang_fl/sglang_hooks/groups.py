@@ -16,6 +16,7 @@ from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings
@@ -70,6 +71,7 @@ class Groups:
     records: list[GroupRecord] = field(default_factory=list)
     timeout_s: float = 120.0
     clock: HookClock | None = None
+    ledger: Ledger | None = None
     audit: AuditWriter | None = None
 
     def own_hooks(self) -> list[Hook]:
@@ -104,6 +106,8 @@ class Groups:
     def _attach(self, coordinator: Any, recovered_rank: bool) -> None:
         ranks = tuple(coordinator.ranks)
         record = GroupRecord(coordinator.unique_name, ranks, "")
+        if self.ledger is not None:
+            self.ledger.name_group(coordinator.unique_name, coordinator.device_group, coordinator.cpu_group)
         self.records.append(record)
         if len(ranks) == 1:
             record.choice = "one rank, nothing to communicate"
@@ -199,6 +203,7 @@ class Groups:
             "hooks": len(self.hooks),
             "clock": None if self.clock is None else asdict(self.clock),
             "groups": [record.status() for record in self.records],
+            "calls": [] if self.ledger is None else self.ledger.rows(),
         }
 
     def _compare_ranks(self) -> int:
