@@ -163,3 +163,24 @@ def _agreed(
     candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
     selection = Selection(context.name, candidate, (candidate,), (*passed, *later, *local.unnamed))
     return Agreed(backend, transport, selection, tuple(passed))
+
+
+def compare(views: Sequence[dict[str, str]]) -> None:
+    """``views[r]``: field to text of global rank r. A field that only some ranks have is not compared.
+
+    Raises:
+        AgreementError: names the field, and for each value the ranks that have it.
+    """
+    problems = []
+    for name in sorted({name for view in views for name in view}):
+        by_value: dict[str, list[int]] = {}
+        for rank, view in enumerate(views):
+            if name in view:
+                by_value.setdefault(view[name], []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value!r} on rank(s) {ranks}" for value, ranks in by_value.items())
+            problems.append(f"{name} is {values}")
+    if problems:
+        raise AgreementError(
+            "the ranks differ: " + "; ".join(problems) + ". Give all nodes the same settings and the same versions."
+        )
