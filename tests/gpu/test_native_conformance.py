@@ -12,7 +12,7 @@ from tests.native.conformance import runs, scenarios
 
 pytestmark = pytest.mark.gpu
 
-_LIMIT_S = 240.0
+_LIMIT_S = 150.0
 _GPUS = torch.cuda.device_count()
 _WORLD_SIZES = [size for size in (2, 3, 4) if size <= max(2, _GPUS)]
 

@@ -238,7 +238,7 @@ def two_threads_on_two_communicators(session: Session) -> None:
     other = session.join("reversed", session.world_size - 1 - session.rank)
     errors: list[str] = []
 
-    def work(communicator: FlagCXCommunicator, dtype: torch.dtype, in_groups: bool) -> None:
+    def work(communicator: FlagCXCommunicator, dtype: torch.dtype, in_groups: bool, turns: int) -> None:
         stream = 0
         if not session.on_host:
             torch.cuda.set_device(session.device)
@@ -246,7 +246,7 @@ def two_threads_on_two_communicators(session: Session) -> None:
             torch.cuda.set_stream(own_stream)
             stream = own_stream.cuda_stream
         calls = _Calls(session, communicator, stream)
-        for turn in range(60):
+        for turn in range(turns):
             tensors = [calls.made((turn * 977) % 20_000 + k, dtype, turn + k) for k in range(3)]
             if in_groups:
                 with communicator.group():
@@ -263,15 +263,48 @@ def two_threads_on_two_communicators(session: Session) -> None:
                 if wrong:
                     errors.append(f"rank {communicator.rank}, turn {turn}, call {k}, {dtype}: {wrong}")
 
-    threads = [
-        threading.Thread(target=work, args=(session.communicator, torch.float32, True)),
-        threading.Thread(target=work, args=(other, torch.int64, False)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    def together(turns: int, at_once: bool) -> None:
+        threads = [
+            threading.Thread(target=work, args=(session.communicator, torch.float32, True, turns)),
+            threading.Thread(target=work, args=(other, torch.int64, False, turns)),
+        ]
+        for thread in threads:
+            thread.start()
+            if not at_once:
+                thread.join()
+        for thread in threads:
+            thread.join()
+
+    together(turns=2, at_once=False)  # a device loads its kernels now: it cannot while another one waits for a peer
+    together(turns=60, at_once=True)
     assert not errors, "\n".join(errors[:10])
+    other.close()
+
+
+def a_group_belongs_to_its_thread(session: Session) -> None:
+    """While one thread holds a group open, a call of another thread on another communicator runs at once."""
+    other = session.join("reversed", session.world_size - 1 - session.rank)
+    first, second = _calls(session), _Calls(session, other, session.stream)
+    one, two = first.made(5000, torch.float32, 1), second.made(77, torch.int32, 2)
+    errors: list[AssertionError] = []
+
+    def work() -> None:
+        if not session.on_host:
+            torch.cuda.set_device(session.device)
+        try:
+            second.all_reduce(two)
+            second.expect_sum(two, 2, "a call beside another thread's open group")
+        except AssertionError as error:
+            errors.append(error)
+
+    with session.communicator.group():
+        first.all_reduce(one)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    for error in errors:
+        raise error
+    first.expect_sum(one, 1, "the call in the group")
     other.close()
 
 
@@ -457,6 +490,7 @@ EVERYWHERE = (
     two_communicators_in_turn,
     one_group_over_two_communicators,
     two_threads_on_two_communicators,
+    a_group_belongs_to_its_thread,
     wrong_arguments,
     a_wrong_call_in_a_group,
     barrier_holds_everyone,

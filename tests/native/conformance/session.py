@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import subprocess
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,6 +17,7 @@ from sglang_fl.testing.ranks import RankContext
 
 ROOT = Path(__file__).parents[3]
 _CREATION_LIMIT_S = 60.0
+_numbers = itertools.count()  # of this process's sessions: the same on all ranks
 
 
 def hostcx_path() -> Path:
@@ -42,7 +44,7 @@ class Session:
         if not self.on_host:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # no box for it exists beforehand
-        self._store = context.store("unique-ids")
+        self._store = context.store(f"unique-ids-of-session-{next(_numbers)}")
         self.communicator = self.join("all", self.rank)
 
     def join(self, name: str, rank: int) -> FlagCXCommunicator:
