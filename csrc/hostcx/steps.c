@@ -23,15 +23,26 @@ uint64_t signature_of(const struct operation *operation)
     return signature << SMALL_BITS | (uint64_t)(operation->call - CALL_flagcxBarrier);
 }
 
+static unsigned take_bits(uint64_t *signature, int bits)
+{
+    unsigned value = (unsigned)(*signature & (((uint64_t)1 << bits) - 1));
+    *signature >>= bits;
+    return value;
+}
+
+/* The signature may be another process's nonsense: every number is checked before it selects a name. */
 static void describe(uint64_t signature, char *text, size_t room)
 {
-    unsigned call = (unsigned)(signature & ((1u << SMALL_BITS) - 1)) + CALL_flagcxBarrier;
-    unsigned op = (unsigned)(signature >> SMALL_BITS) & ((1u << SMALL_BITS) - 1);
-    unsigned datatype = (unsigned)(signature >> 2 * SMALL_BITS) & ((1u << SMALL_BITS) - 1);
-    unsigned root = (unsigned)(signature >> 3 * SMALL_BITS) & ((1u << ROOT_BITS) - 1);
-    uint64_t count = signature >> (3 * SMALL_BITS + ROOT_BITS);
-    snprintf(text, room, "%s(count=%llu, datatype=%u, op=%u, root=%u)",
-             call < NUMBER_OF_CALLS ? call_name((enum call)call) : "?", (unsigned long long)count, datatype, op, root);
+    static const char *const types[flagcxNumTypes] = {"int8",   "uint8",   "int32",   "uint32",  "int64",
+                                                      "uint64", "float16", "float32", "float64", "bfloat16"};
+    static const char *const ops[flagcxNumRedOps] = {"sum", "prod", "max", "min", "avg"};
+    unsigned call = take_bits(&signature, SMALL_BITS) + CALL_flagcxBarrier;
+    unsigned op = take_bits(&signature, SMALL_BITS);
+    unsigned type = take_bits(&signature, SMALL_BITS);
+    unsigned root = take_bits(&signature, ROOT_BITS);
+    snprintf(text, room, "%s(count %llu, %s, %s, root %u)", call <= CALL_flagcxAlltoAllv ? call_name(call) : "?",
+             (unsigned long long)signature, type < flagcxNumTypes ? types[type] : "?",
+             op < flagcxNumRedOps ? ops[op] : "?", root);
 }
 
 static bool posted_enough(const void *context)
