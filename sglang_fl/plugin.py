@@ -98,7 +98,7 @@ def load_plugin() -> None:
         _switch_on(plugin)
     except ConfigurationError as error:
         if server.is_command_or_child():
-            raise SystemExit(f"sglang_fl: {error}") from error
+            raise SystemExit(str(error)) from error
         from sglang_fl.sglang_hooks.registration import register
 
         register(server.raise_hooks(error))
@@ -116,7 +116,7 @@ def activate_platform() -> str | None:
         platform = _this_plugin().platform
     except ConfigurationError as error:
         if server.is_command_or_child():
-            raise SystemExit(f"sglang_fl: {error}") from error
+            raise SystemExit(str(error)) from error
         platform = detect_platform()
     return PLATFORM_CLASS if platform is not None and is_platform_needed(platform) else None
 
@@ -125,7 +125,7 @@ def active_platform() -> str:
     """The name of the platform whose data :class:`sglang_fl.platform.PlatformFL` answers with."""
     platform = _plugin.platform if _plugin is not None else detect_platform()
     if platform is None:
-        raise ConfigurationError("no platform of sglang_fl fits this machine; set SGLANG_FL_PLATFORM")
+        raise ConfigurationError("sglang_fl: no platform of sglang_fl fits this machine; set SGLANG_FL_PLATFORM")
     return platform
 
 
@@ -196,8 +196,8 @@ def _switch_on(plugin: Plugin) -> None:
     problems = misfits(hooks)
     if problems:
         raise ConfigurationError(
-            f"the installed SGLang {installed_versions().get('sglang', '')} does not fit: {'; '.join(problems)}. "
-            f"sglang_fl {__version__} supports SGLang 0.5.11. SGLANG_PLUGINS=__none__ serves without it."
+            f"sglang_fl: the installed SGLang {installed_versions().get('sglang', '')} does not fit: "
+            f"{'; '.join(problems)}. sglang_fl {__version__} supports SGLang 0.5.11. SGLANG_PLUGINS=__none__ serves without it."
         )
     register(hooks)
     plugin.hook_count = len(hooks)
