@@ -197,7 +197,8 @@ def _switch_on(plugin: Plugin) -> None:
     if problems:
         raise ConfigurationError(
             f"sglang_fl: the installed SGLang {installed_versions().get('sglang', '')} does not fit: "
-            f"{'; '.join(problems)}. sglang_fl {__version__} supports SGLang 0.5.11. SGLANG_PLUGINS=__none__ serves without it."
+            f"{'; '.join(problems)}. sglang_fl {__version__} supports SGLang 0.5.11. "
+            "SGLANG_PLUGINS=__none__ serves without it."
         )
     register(hooks)
     plugin.hook_count = len(hooks)
