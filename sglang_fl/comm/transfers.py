@@ -27,7 +27,8 @@ class Transfers(GroupCore):
         work = transport.broadcast(as_movable(transport, staged), src)
         if work is not None:
             work.wait()
-        return input_ if staged is input_ else input_.copy_(staged)
+        # The source is only read: its elements may share memory, as an expanded tensor's do.
+        return input_ if staged is input_ or src == self.rank_in_group else input_.copy_(staged)
 
     def broadcast_tensor_dict(self, tensor_dict: dict[str, Any] | None = None, src: int = 0) -> dict[str, Any] | None:
         """Every rank receives rank ``src``'s dictionary; other values than tensors travel pickled."""
