@@ -45,8 +45,6 @@ _SUMMED_BY_BOTH = frozenset(
 SUMMED = {"torch": _SUMMED_BY_BOTH, "flagcx": _SUMMED_BY_BOTH | {torch.uint32, torch.uint64}}
 
 SHAPES: list[Shape] = [(), (1,), (7,), (4, 3), (2, 3, 5), (0, 4), (33, 65)]
-LARGE: list[Shape] = [(300, 1001)]  # 1.2 MB in fp32: beyond what a library sends in one piece
-LARGE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.bool})
 
 _GUARD = 0x5A
 # Types that take any bits: a bool tensor would turn the pattern into 1.
@@ -60,6 +58,11 @@ class Layout(Enum):
     STRIDED = "every second column of a wider tensor"
     TRANSPOSED = "dimensions in the other order"
     OFFSET = "contiguous, three elements into its storage"
+
+
+LARGE: Shape = (300, 1001)  # 1.2 MB in fp32: beyond what a library sends in one piece
+LARGE_DTYPES = frozenset({torch.float32, torch.bool})
+LARGE_LAYOUTS = (Layout.CONTIGUOUS, Layout.TRANSPOSED)
 
 
 def layouts_of(dimensions: int) -> list[Layout]:
@@ -104,15 +107,17 @@ class Case:
 
 
 def cases(dtypes: Sequence[torch.dtype], minimum_dimensions: int = 0) -> Iterator[Case]:
-    """Every dtype in every shape and layout; large shapes in a few dtypes."""
-    salt = 0
-    for dtype in dtypes:
-        for shape in SHAPES + (LARGE if dtype in LARGE_DTYPES else []):
-            if len(shape) < minimum_dimensions:
-                continue
-            for layout in layouts_of(len(shape)):
-                salt += 1
-                yield Case(dtype, shape, layout, salt)
+    """Every dtype in every shape and layout; a large one in two dtypes and layouts."""
+    entries = [
+        (dtype, shape, layout)
+        for dtype in dtypes
+        for shape in SHAPES
+        if len(shape) >= minimum_dimensions
+        for layout in layouts_of(len(shape))
+    ]
+    entries += [(dtype, LARGE, layout) for dtype in dtypes if dtype in LARGE_DTYPES for layout in LARGE_LAYOUTS]
+    for salt, entry in enumerate(entries):
+        yield Case(*entry, salt)
 
 
 def few_cases(dtypes: Sequence[torch.dtype]) -> Iterator[Case]:
