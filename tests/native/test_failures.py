@@ -27,13 +27,15 @@ from .conformance.session import Session, hostcx_path
 
 NOTICED_WITHIN_S = 5.0
 _SHARED_MEMORY = Path("/dev/shm")
+# What Python and torch make there for other programs of this machine, and may leave when those are killed.
+_FOREIGN_NAMES = ("psm_", "sem.", "torch_")
 _LARGE = 16 * 1024 * 1024  # elements of float32: 64 MiB
 
 
 @pytest.fixture(scope="module")
 def hostcx() -> dict[str, str]:
-    """FLAGCX_PATH of this checkout's hostcx, built if need be."""
-    return {"FLAGCX_PATH": str(hostcx_path()), "HOSTCX_QUIET": "1"}
+    """FLAGCX_PATH of the host library: the caller's, or this checkout's hostcx, built if need be."""
+    return {"FLAGCX_PATH": os.environ.get("FLAGCX_PATH") or str(hostcx_path()), "HOSTCX_QUIET": "1"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class _SharedMemory:
 
     @staticmethod
     def _names() -> set[str]:
-        return {path.name for path in _SHARED_MEMORY.iterdir()}
+        return {path.name for path in _SHARED_MEMORY.iterdir() if not path.name.startswith(_FOREIGN_NAMES)}
 
     def left_behind(self, for_s: float = 5.0) -> set[str]:
         """Those that stay; other processes of this machine make and remove files at any time."""

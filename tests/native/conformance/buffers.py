@@ -40,9 +40,10 @@ class GuardedBuffer:
         return self._raw[start : start + size].fill_(_STALE)
 
     def damage(self) -> str | None:
-        """Say which of the two guards of the part in use was written over."""
+        """Say which of the two guards of the part in use was written over, and mend it."""
         for name, guard in (("before", self._before), ("after", self._after)):
             if not bool((guard == _GUARD).all()):
+                guard.fill_(_GUARD)
                 return f"wrote {name} the buffer"
         return None
 
