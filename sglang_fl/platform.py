@@ -129,6 +129,13 @@ def _pool_class(dotted: str) -> type:
     return Pool if unknown else pool
 
 
+def _require_live() -> None:
+    # SGLang asks for a pool after it has made its groups. Were no hook applied at all, this alone would notice.
+    from sglang_fl.plugin import require_live
+
+    require_live()
+
+
 class PlatformFL(SRTPlatform):
     """SGLang's out-of-tree platform; everything it answers is the data of one of :data:`PLATFORMS`.
 
@@ -173,14 +180,17 @@ class PlatformFL(SRTPlatform):
 
     def get_mha_kv_pool_cls(self) -> type:
         """SGLang's pool for multi-head attention on the device."""
+        _require_live()
         return _class(self.data.mha_pool)
 
     def get_mla_kv_pool_cls(self) -> type:
         """SGLang's pool for multi-head latent attention on the device."""
+        _require_live()
         return _pool_class(self.data.mla_pool)
 
     def get_nsa_kv_pool_cls(self) -> type:
         """SGLang's pool for DeepSeek's sparse attention on the device."""
+        _require_live()
         return _pool_class(self.data.nsa_pool)
 
     def get_paged_allocator_cls(self) -> type:

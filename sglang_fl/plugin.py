@@ -8,11 +8,15 @@ import os
 import platform as python_platform
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from sglang_fl import __version__
 from sglang_fl.config import CommBackend, Settings, SettingsError, find_chip, load_settings
 from sglang_fl.devices import detect_platform
 from sglang_fl.sglang_hooks.registration import Hook
+
+if TYPE_CHECKING:
+    from sglang_fl.sglang_hooks.groups import Groups
 
 logger = logging.getLogger("sglang_fl")
 
@@ -41,7 +45,7 @@ class Plugin:
     settings: Settings
     platform: str | None
     layers: list[LayerState] = field(default_factory=list)
-    hook_count: int = 0
+    groups: Groups | None = None
     reported: bool = False
 
     def report(self) -> None:
@@ -129,6 +133,16 @@ def active_platform() -> str:
     return platform
 
 
+def require_live() -> None:
+    """Check that the plugin's hooks are live, from a place that SGLang reaches without a hook.
+
+    Raises:
+        HookError: names each hook that is not.
+    """
+    if _plugin is not None and _plugin.groups is not None:
+        _plugin.groups.require_live()
+
+
 class ConfigurationError(ValueError):
     """The plugin cannot do what the settings, or this SGLang, ask of it."""
 
@@ -201,7 +215,8 @@ def _switch_on(plugin: Plugin) -> None:
             "SGLANG_PLUGINS=__none__ serves without it."
         )
     register(hooks)
-    plugin.hook_count = len(hooks)
+    assert plugin.groups is not None
+    plugin.groups.hooks = hooks
 
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
@@ -232,7 +247,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         hooks += method_hooks
     if plugin.platform == "cpu":
         hooks += cpu.hooks()
-    state.hooks = hooks
+    plugin.groups = state
     return hooks
 
 

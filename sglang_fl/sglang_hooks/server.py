@@ -46,7 +46,9 @@ def raise_hooks(error: Exception) -> list[Hook]:
 def is_command_or_child() -> bool:
     """Whether this process is one of SGLang's commands or was started by one, as opposed to a user's own program."""
     if multiprocessing.parent_process() is not None:
-        return True
+        # A user's program may make its engine in a child of its own; SGLang's children run a function of SGLang.
+        target = getattr(multiprocessing.current_process(), "_target", None)
+        return str(getattr(target, "__module__", "")).split(".")[0] == "sglang"
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     module = spec.name if spec is not None else ""
