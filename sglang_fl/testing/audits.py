@@ -90,15 +90,15 @@ def inactive(server: Server, audits: list[ProcessAudit]) -> list[str]:
 
 
 def settled_audits(path: Path, world_size: int) -> list[ProcessAudit]:
-    """The reports of an idle server, once none has been written for two seconds; waits 20 seconds at most."""
-    files = [audit_path(path, rank) for rank in range(world_size)]
+    """The reports of a server that is asked nothing, once no call has been added for 1.5 seconds; waits 20 at most."""
     until = time.monotonic() + 20.0
-    while time.monotonic() < until:
-        newest = max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
-        if time.time() - newest > 2.0:
-            break
+    audits, since = read_audits(path, world_size), time.monotonic()
+    while time.monotonic() - since < 1.5 and time.monotonic() < until:
         time.sleep(0.1)
-    return read_audits(path, world_size)
+        newer = read_audits(path, world_size)
+        if newer != audits:
+            audits, since = newer, time.monotonic()
+    return audits
 
 
 def wait_for(path: Path, world_size: int, is_enough: Callable[[list[ProcessAudit]], bool]) -> list[ProcessAudit]:

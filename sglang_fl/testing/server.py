@@ -197,22 +197,26 @@ class Server:
                 )
 
     def run_to_end(self, limit_s: float = 300.0) -> list[int]:
-        """Start a server that is expected to end by itself; exit codes by node. Nothing of it is left.
+        """Start a server that is expected to end by itself; see :meth:`wait_for_end`. Nothing of it is left."""
+        try:
+            self.start()
+            return self.wait_for_end(limit_s)
+        finally:
+            self.stop()
+
+    def wait_for_end(self, limit_s: float = 300.0) -> list[int]:
+        """Wait until the main processes of all nodes have ended by themselves; exit codes by node.
 
         Raises:
             ServerError: a node still ran after ``limit_s`` seconds, or the server became ready.
         """
         start = time.monotonic()
-        try:
-            self.start()
-            while any(process.poll() is None for process in self.processes):
-                is_ready = READY in self.log()
-                if is_ready or time.monotonic() - start > limit_s:
-                    what = "became ready" if is_ready else f"was still running after {limit_s:g} s"
-                    raise ServerError(f"{self.shell_command()}\n{what}, it should have ended; {self._tails()}")
-                time.sleep(0.1)
-        finally:
-            self.stop()
+        while any(process.poll() is None for process in self.processes):
+            is_ready = READY in self.log()
+            if is_ready or time.monotonic() - start > limit_s:
+                what = "became ready" if is_ready else f"was still running after {limit_s:g} s"
+                raise ServerError(f"{self.shell_command()}\n{what}, it should have ended; {self._tails()}")
+            time.sleep(0.1)
         return [process.returncode for process in self.processes]
 
     def _wait_until_ready(self, start: float) -> None:

@@ -1,0 +1,1 @@
+"""Tests that start real SGLang servers and engines, one at a time."""

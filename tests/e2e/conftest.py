@@ -1,0 +1,49 @@
+"""Models, answers of SGLang without the plugin, and an environment without settings; each is made once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from sglang_fl.config.fields import FIELD_BY_VARIABLE
+from sglang_fl.testing.tiny_model import Family, write_tiny_model
+
+from .topologies import CONTROL, Answers, Topology, ask
+
+Control = Callable[[Topology], Answers]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings() -> Iterator[None]:
+    """A developer's own settings must not decide a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in os.environ:
+            if name.startswith("SGLANG_") or name in FIELD_BY_VARIABLE:
+                patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[Family, Path]:
+    """A folder per family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: write_tiny_model(folder / family.value, family) for family in (Family.QWEN2, Family.QWEN3)}
+
+
+@pytest.fixture(scope="session")
+def control(models: Mapping[Family, Path], tmp_path_factory: pytest.TempPathFactory) -> Control:
+    """What SGLang without the plugin answers at given sizes; each server runs once a session."""
+    known: dict[str, Answers] = {}
+
+    def answers(topology: Topology) -> Answers:
+        if topology.name not in known:
+            with topology.server(models, tmp_path_factory.mktemp("control"), CONTROL) as server:
+                known[topology.name] = ask(server)
+            assert "[sglang_fl]" not in server.logs(), "SGLANG_PLUGINS=__none__ must leave SGLang as it is"
+        return known[topology.name]
+
+    return answers
