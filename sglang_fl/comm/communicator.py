@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings, load_settings
 from sglang_fl.devices import detect_platform
+
+logger = logging.getLogger(__name__)
+DRAIN_LIMIT_S = 5.0
 
 
 class CommunicatorFL(Reductions, Gathers, Transfers):
@@ -86,10 +90,21 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         yield
 
     def destroy(self) -> None:
-        """Give up the transport. Local and idempotent; the groups belong to the caller."""
+        """Give up the transport. Local and idempotent; the groups belong to the caller.
+
+        Waits up to ``DRAIN_LIMIT_S`` seconds for sends that are not received yet: a process that ends takes them along.
+        """
         if self._closed:
             return
         self._closed = True
+        lost = self._sends.drain(DRAIN_LIMIT_S)
+        if lost:
+            logger.warning(
+                "group %s: destroyed with %d bytes of sends that no rank received within %g s",
+                self.name,
+                lost,
+                DRAIN_LIMIT_S,
+            )
         self._device.close()
 
     def exceptions(self) -> dict[str, str]:

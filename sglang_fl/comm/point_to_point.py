@@ -57,15 +57,11 @@ class PendingSends:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait_all(self) -> None:
-        """Wait until nothing is in flight.
-
-        Raises:
-            RuntimeError: a send failed.
-        """
+    def drain(self, limit_s: float) -> int:
+        """Wait until nothing is in flight, ``limit_s`` seconds at most; the bytes that still are, or failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self.held_bytes)
-            self._raise_earlier()
+            self._changed.wait_for(lambda: self._error or not self.held_bytes, limit_s)
+            return self.held_bytes
 
     def _raise_earlier(self) -> None:
         if self._error is not None:
