@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -39,20 +41,42 @@ def test_in_several_groups(backend: dict[str, str]) -> None:
     run_ranks(over_groups, 4, _check, few_cases(DTYPES), env=backend)
 
 
+LENGTHS = [3, 70_000, 0, 1, 2_000_000, 5]
+
+
 def _in_order(context: RankContext) -> None:
     communicator = world(context)
-    lengths = [3, 70_000, 0, 1, 2_000_000, 5]
     if context.rank == 0:
-        for number, length in enumerate(lengths):
+        for number, length in enumerate(LENGTHS):
             communicator.send(torch.full((length,), number), dst=1)
+        communicator.destroy()
         return
-    for number, length in enumerate(lengths):
+    for number, length in enumerate(LENGTHS):
         same(communicator.recv(torch.Size([length]), torch.int64, 0), torch.full((length,), number), number)
 
 
 def test_sends_arrive_in_order(backend: dict[str, str]) -> None:
-    """Given sends of different sizes one after the other, when received, then they come in the order they were sent."""
+    """Given sends of different sizes one after the other from a rank that then destroys its communicator and ends,
+    when received, then all are there in the order they were sent."""
     run_ranks(_in_order, 2, env=backend)
+
+
+def _destroys_at_once(context: RankContext) -> None:
+    communicator, store = world(context), context.store("sent")
+    if context.rank == 0:
+        communicator.send(torch.arange(4 * MIB), dst=1)
+        store.set("sent", "1")
+        communicator.destroy()
+        return
+    store.wait(["sent"])
+    time.sleep(0.5)  # the sender is now destroying, or has ended if it does not wait
+    same(communicator.recv(torch.Size([4 * MIB]), torch.int64, 0), torch.arange(4 * MIB), "sent before destroy")
+
+
+def test_destroy_waits_for_what_was_sent(backend: dict[str, str]) -> None:
+    """Given a send that nobody has received yet, when its rank destroys the communicator and ends, then the receiver
+    still gets it."""
+    run_ranks(_destroys_at_once, 2, env=backend)
 
 
 def _both_send_64_mib(context: RankContext) -> None:
