@@ -9,10 +9,10 @@ from functools import cache, partial
 
 import torch
 
+from sglang_fl.comm.backends.flagcx.channels import Channels, raw_stream
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.dtypes import torch_data_types
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError
-from sglang_fl.comm.backends.flagcx.host_channels import HostChannels
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
 from sglang_fl.comm.errors import CommError
@@ -39,12 +39,11 @@ def _raw_stream(device: torch.device) -> Callable[[], int]:
     if device.type == "cuda":
         return partial(torch._C._cuda_getCurrentRawStream, device.index or 0)
     module = torch.get_device_module(device)
-    attribute = f"{device.type}_stream"
-    return lambda: int(getattr(module.current_stream(device), attribute))
+    return lambda: raw_stream(module.current_stream(device))
 
 
 class FlagCXTransport(Transport):
-    """Collectives of one group on one FlagCX communicator; host memory's point-to-point on channels of its own."""
+    """Collectives of one group on one FlagCX communicator; point-to-point on channels of its own."""
 
     def __init__(self, name: str, context: GroupContext, library: FlagCXLibrary, shared: SharedCommunicator):
         self.name = name
@@ -54,10 +53,9 @@ class FlagCXTransport(Transport):
         types = {dtype: int(number) for dtype, number in torch_data_types().items()}
         known = library.capabilities.operations
         operations: set[Operation] = {operation for operation, needed in _COLLECTIVES.items() if needed in known}
-        self._channels: HostChannels | None = None
-        if library.capabilities.memory is MemoryKind.HOST:
-            self._channels = HostChannels(context, library)
+        if {FlagCXOperation.SEND, FlagCXOperation.RECV} <= known:
             operations |= _POINT_TO_POINT
+        self._channels = Channels(context, library)
         self.capabilities = Capabilities(
             operations=frozenset(operations),
             reducible=frozenset(types),
@@ -117,12 +115,10 @@ class FlagCXTransport(Transport):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        assert self._channels is not None  # device memory: not among the operations
         return self._channels.send(tensor, dst, self._types[tensor.dtype])
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        assert self._channels is not None
         return self._channels.recv(tensor, src, self._types[tensor.dtype])
 
     def close(self) -> None:
@@ -130,8 +126,7 @@ class FlagCXTransport(Transport):
         shared, self._shared = self._shared, None
         if shared is None:
             return
-        if self._channels is not None:
-            self._channels.close()
+        self._channels.close()
         shared.given_back()
 
 

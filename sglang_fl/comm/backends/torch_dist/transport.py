@@ -24,10 +24,16 @@ REDUCIBLE = frozenset(
 
 
 class TorchTransport(Transport):
-    """Collectives over ``context.device_group``; it owns no group and destroys none."""
+    """Collectives over ``context.device_group``, which belongs to the caller."""
 
-    def __init__(self, name: str, context: GroupContext) -> None:
+    def __init__(self, name: str, context: GroupContext, backwards: dist.ProcessGroup | None = None) -> None:
+        """``backwards``: a group of the same ranks for sends to lower ranks.
+
+        On a device both directions of a pair in one group wait for each other when both sides send first.
+        """
         self.name = name
+        self._backwards = backwards or context.device_group
+        self._rank = context.rank
         self.capabilities = Capabilities(
             operations=frozenset(Operation),
             reducible=REDUCIBLE,
@@ -80,18 +86,24 @@ class TorchTransport(Transport):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        work = dist.isend(tensor, self._ranks[dst], group=self._group)
+        work = dist.isend(tensor, self._ranks[dst], group=self._direction(self._rank, dst))
         assert work is not None  # None only for a rank outside the group
         return work
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        work = dist.irecv(tensor, self._ranks[src], group=self._group)
+        work = dist.irecv(tensor, self._ranks[src], group=self._direction(src, self._rank))
         assert work is not None
         return work
 
+    def _direction(self, src: int, dst: int) -> dist.ProcessGroup:
+        return self._group if src < dst else self._backwards
+
     def close(self) -> None:
-        """Nothing of its own to give up."""
+        """Give up the second group, where there is one."""
+        backwards, self._backwards = self._backwards, self._group
+        if backwards is not self._group and backwards is not None:
+            dist.destroy_process_group(backwards)
 
 
 class TorchBackend(Backend):
@@ -116,5 +128,10 @@ class TorchBackend(Backend):
         )
 
     def create(self, context: GroupContext) -> TorchTransport:
-        """The group exists already; nothing is exchanged."""
-        return TorchTransport(self.name, context)
+        """The group exists already; on a device a second one is made for the other direction of transfers."""
+        if context.device.type == "cpu":
+            return TorchTransport(self.name, context)
+        backwards = dist.new_group(
+            list(context.ranks), backend=dist.get_backend(context.device_group), use_local_synchronization=True
+        )
+        return TorchTransport(self.name, context, backwards)

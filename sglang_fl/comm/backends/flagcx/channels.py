@@ -1,13 +1,15 @@
-"""Point-to-point over host memory: one communicator a direction of a pair, so that neither side waits for the other.
+"""Point-to-point: one communicator a direction of a pair, so that neither side waits for the other's send.
 
-A FlagCX library over host memory works inside the call, and a large send waits for the receiver. So each direction
-has a communicator of two ranks (0 sends, 1 receives), made at its first use, and a thread on the sending side.
+Each direction has a communicator of two ranks (0 sends, 1 receives), made at its first use, and a thread on the
+sending side. A library over host memory works inside the call, so the thread carries the send itself. On a device the
+thread only enqueues, on a stream of the direction's own.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,17 +29,19 @@ SENDER, RECEIVER = 0, 1
 
 @dataclass(frozen=True)
 class SendWork:
-    """A send under way on a channel's thread."""
+    """A send on a channel's thread; on a device, its event."""
 
-    future: Future[None]
+    future: Future[Any]
 
     def wait(self) -> None:
-        """Block until it is done.
+        """Block until it is done; on a device, until it is enqueued, and let the current stream wait for the rest.
 
         Raises:
             CommError: it failed.
         """
-        self.future.result()
+        done = self.future.result()
+        if done is not None:
+            done.wait()
 
     def is_completed(self) -> bool:
         """Whether it is done."""
@@ -59,22 +63,24 @@ class DoneWork:
 class _Job:
     tensor: torch.Tensor
     dtype: int
-    future: Future[None]
+    ready: Any  # event after which the tensor holds its data; None for host memory
+    future: Future[Any]
 
 
 class _SendChannel:
     """Sends to one peer, in order, from a thread of its own; a failed one fails all that follow."""
 
-    def __init__(self, channels: HostChannels, peer: int) -> None:
+    def __init__(self, channels: Channels, peer: int) -> None:
         self._channels = channels
         self._peer = peer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._communicator: FlagCXCommunicator | None = None
+        self._stream = channels.new_stream()
         self._thread = threading.Thread(target=self._run, name=f"sglang_fl-send-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: torch.Tensor, dtype: int) -> Work:
-        job = _Job(tensor, dtype, Future())
+        job = _Job(tensor, dtype, self._channels.event_here(), Future())
         self._jobs.put(job)
         return SendWork(job.future)
 
@@ -92,16 +98,18 @@ class _SendChannel:
                     raise problem
                 if self._communicator is None:
                     self._communicator = self._channels.join(self._peer, SENDER)
-                self._communicator.send(job.tensor.data_ptr(), job.tensor.numel(), job.dtype, RECEIVER)
+                done = self._channels.transfer(
+                    self._communicator.send, RECEIVER, job.tensor, job.dtype, self._stream, job.ready
+                )
             except CommError as error:
                 problem = error
                 job.future.set_exception(error)
             else:
-                job.future.set_result(None)
+                job.future.set_result(done)
             del job
 
 
-class HostChannels:
+class Channels:
     """The channels of one rank of a group; made lazily, closed together."""
 
     close_limit_s = 5.0
@@ -109,8 +117,9 @@ class HostChannels:
     def __init__(self, context: GroupContext, library: FlagCXLibrary) -> None:
         self._context = context
         self._library = library
+        self._device = None if context.device.type == "cpu" else torch.get_device_module(context.device)
         self._senders: dict[int, _SendChannel] = {}
-        self._receivers: dict[int, FlagCXCommunicator] = {}
+        self._receivers: dict[int, tuple[FlagCXCommunicator, Any]] = {}
 
     def send(self, tensor: torch.Tensor, dst: int, dtype: int) -> Work:
         """Start to send; ``tensor`` must stay alive and unchanged until the work is done."""
@@ -120,12 +129,36 @@ class HostChannels:
         return channel.send(tensor, dtype)
 
     def recv(self, tensor: torch.Tensor, src: int, dtype: int) -> Work:
-        """Receive into ``tensor``; done when this returns."""
-        communicator = self._receivers.get(src)
-        if communicator is None:
-            communicator = self._receivers[src] = self.join(src, RECEIVER)
-        communicator.recv(tensor.data_ptr(), tensor.numel(), dtype, SENDER)
+        """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
+        known = self._receivers.get(src)
+        if known is None:
+            known = self._receivers[src] = (self.join(src, RECEIVER), self.new_stream())
+        communicator, stream = known
+        done = self.transfer(communicator.recv, SENDER, tensor, dtype, stream, self.event_here())
+        if done is not None:
+            done.wait()
         return DoneWork()
+
+    def new_stream(self) -> Any:
+        """A stream of the group's device; None for host memory."""
+        return None if self._device is None else self._device.Stream(self._context.device)
+
+    def event_here(self) -> Any:
+        """An event on the caller's current stream; None for host memory."""
+        return None if self._device is None else self._device.current_stream(self._context.device).record_event()
+
+    def transfer(
+        self, call: Callable[..., None], peer: int, tensor: torch.Tensor, dtype: int, stream: Any, ready: Any
+    ) -> Any:
+        """Call the library's send or recv; on a device enqueue it behind ``ready`` and return its own event."""
+        if self._device is None:
+            call(tensor.data_ptr(), tensor.numel(), dtype, peer)
+            return None
+        self._device.set_device(self._context.device)
+        stream.wait_event(ready)
+        call(tensor.data_ptr(), tensor.numel(), dtype, peer, raw_stream(stream))
+        tensor.record_stream(stream)
+        return stream.record_event()
 
     def join(self, peer: int, role: int) -> FlagCXCommunicator:
         """Make the communicator of one direction; the sending side makes the id, the other receives it.
@@ -136,7 +169,8 @@ class HostChannels:
         context = self._context
         unique_id = self._library.unique_id(context.timeout_s) if role == SENDER else b""
         unique_id = self._hand_over(unique_id, peer, role)
-        return FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s)
+        device = None if self._device is None else context.device.index
+        return FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s, device)
 
     def _hand_over(self, unique_id: bytes, peer: int, role: int) -> bytes:
         context = self._context
@@ -163,10 +197,15 @@ class HostChannels:
         """Wait briefly for sends under way, then close every channel."""
         for channel in self._senders.values():
             channel.close(self.close_limit_s)
-        for communicator in self._receivers.values():
+        for communicator, _ in self._receivers.values():
             communicator.close()
         self._senders.clear()
         self._receivers.clear()
+
+
+def raw_stream(stream: Any) -> int:
+    """The device runtime's own handle of a torch stream: ``cuda_stream``, ``npu_stream``, ..."""
+    return int(getattr(stream, f"{stream.device.type}_stream"))
 
 
 def _wait(work: dist.Work | None, limit: timedelta) -> None:
