@@ -50,8 +50,9 @@ def join(context: RankContext, name: str) -> Rank:
     library = FlagCXLibrary.open()
     store = context.store(name)
     if context.rank == 0:
-        store.set(name, library.unique_id())
-    communicator = FlagCXCommunicator.create(library, store.get(name), WORLD_SIZE, context.rank, timeout_s=60)
+        store.set(name, library.unique_id().hex())
+    unique_id = bytes.fromhex(store.get(name).decode())
+    communicator = FlagCXCommunicator.create(library, unique_id, WORLD_SIZE, context.rank, timeout_s=60)
     return Rank(context, library, communicator)
 
 
