@@ -1,0 +1,1 @@
+"""What the self-test and the benchmark of the communication layer share."""

@@ -1,0 +1,53 @@
+"""Ends a process that makes no progress, after it has said where it stood: a hang must not pass for patience."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+
+
+class Watch:
+    """A daemon thread that ends the process ``limit_s`` seconds after the last :meth:`step`.
+
+    Ranks that wait inside a library cannot be woken; the process exits with code 1, and torchrun ends the others.
+    """
+
+    def __init__(self, rank: int, limit_s: float) -> None:
+        self._rank = rank
+        self._limit_s = limit_s
+        self._doing = "start"
+        self._since = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglang_fl-watch", daemon=True)
+
+    def step(self, doing: str) -> None:
+        """Say what begins now."""
+        self._doing = doing
+        self._since = time.monotonic()
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, self._limit_s / 4)):
+            waited = time.monotonic() - self._since
+            if waited < self._limit_s:
+                continue
+            message = (
+                f"rank {self._rank}: no progress for {waited:.0f} s in '{self._doing}'; this process ends. Its "
+                f"threads stand at:"
+            )
+            print(message, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            os._exit(1)
