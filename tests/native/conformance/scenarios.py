@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +23,7 @@ from sglang_fl.comm.backends.flagcx import (
 from .buffers import difference
 from .data import ELEMENT_TYPES, as_bytes
 from .session import Session
+from .wrong_calls import wrong_calls
 
 _STALE = -77
 
@@ -308,42 +307,11 @@ def a_group_belongs_to_its_thread(session: Session) -> None:
     other.close()
 
 
-@dataclass(frozen=True)
-class _WrongCall:
-    """A call that must be refused before anything is enqueued."""
-
-    what: str
-    call: Callable[[FlagCXCommunicator, int, int], None]
-
-
-def _wrong_calls(world_size: int) -> Iterator[_WrongCall]:
-    f32, total = DataType.FLOAT32, ReduceOp.SUM
-    for dtype in (-1, 99):
-        yield _WrongCall(f"all_reduce dtype {dtype}", lambda c, a, s, d=dtype: c.all_reduce(a, a, 4, d, total, s))
-        yield _WrongCall(f"reduce dtype {dtype}", lambda c, a, s, d=dtype: c.reduce(a, a, 4, d, total, 0, s))
-        yield _WrongCall(
-            f"reduce_scatter dtype {dtype}", lambda c, a, s, d=dtype: c.reduce_scatter(a, a, 4, d, total, s)
-        )
-        yield _WrongCall(f"all_gather dtype {dtype}", lambda c, a, s, d=dtype: c.all_gather(a, a, 4, d, s))
-        yield _WrongCall(f"broadcast dtype {dtype}", lambda c, a, s, d=dtype: c.broadcast(a, a, 4, d, 0, s))
-    for op in (-1, 5, 99):
-        yield _WrongCall(f"all_reduce op {op}", lambda c, a, s, o=op: c.all_reduce(a, a, 4, f32, o, s))
-        yield _WrongCall(f"reduce op {op}", lambda c, a, s, o=op: c.reduce(a, a, 4, f32, o, 0, s))
-        yield _WrongCall(f"reduce_scatter op {op}", lambda c, a, s, o=op: c.reduce_scatter(a, a, 4, f32, o, s))
-    for rank in (-1, world_size, 1 << 30):
-        yield _WrongCall(f"reduce root {rank}", lambda c, a, s, r=rank: c.reduce(a, a, 4, f32, total, r, s))
-        yield _WrongCall(f"broadcast root {rank}", lambda c, a, s, r=rank: c.broadcast(a, a, 4, f32, r, s))
-        yield _WrongCall(f"gather root {rank}", lambda c, a, s, r=rank: c.gather(a, a, 4, f32, r, s))
-        yield _WrongCall(f"scatter root {rank}", lambda c, a, s, r=rank: c.scatter(a, a, 4, f32, r, s))
-        yield _WrongCall(f"send peer {rank}", lambda c, a, s, r=rank: c.send(a, 4, f32, r, s))
-        yield _WrongCall(f"recv peer {rank}", lambda c, a, s, r=rank: c.recv(a, 4, f32, r, s))
-
-
 def wrong_arguments(session: Session) -> None:
     """Each is refused as an invalid argument, leaves the buffer as it is, and the communicator works on."""
     calls = _calls(session)
     memory = calls.stale(64, torch.float32)
-    for wrong in _wrong_calls(session.world_size):
+    for wrong in wrong_calls(session.world_size):
         try:
             wrong.call(session.communicator, memory.data_ptr(), session.stream)
         except FlagCXError as error:
