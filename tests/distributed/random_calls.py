@@ -1,4 +1,4 @@
-"""The randomised test: runs the calls of a seed, and repeats them: python -m tests.distributed.random_calls --seed N."""
+"""The randomised test, and its command to repeat a seed: python -m tests.distributed.random_calls --seed N."""
 
 from __future__ import annotations
 
