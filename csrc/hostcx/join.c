@@ -80,15 +80,15 @@ static flagcxResult_t look_at(struct communicator *c, int rank, bool *missing)
     uint32_t state = atomic_load(&slot->state);
     pid_t pid = atomic_load(&slot->pid);
     *missing = state == RANK_ABSENT;
-    if (state == RANK_FAILED)
+    if (state == RANK_GAVE_UP)
         return fail(flagcxRemoteError, "flagcxCommInitRank: rank %d of %d gave up: rank %d (process %d) failed while "
                                        "joining",
                     c->rank, c->nranks, rank, (int)pid);
     if (pid != 0 && peer->watch.pid == 0)
         start_watching(c, rank, pid, state == RANK_ABSENT ? 0 : atomic_load(&slot->start_time));
-    /* A rank that has joined, finished and left is no loss. */
-    bool may_go = state == RANK_LEFT || state == RANK_ABORTED;
-    if (pid == 0 || may_go || peer->same_process || !watch_gone(&peer->watch))
+    /* What became of a rank after all had joined is a matter of the calls that come. */
+    bool is_past_joining = state != RANK_ABSENT && state != RANK_JOINED;
+    if (pid == 0 || is_past_joining || peer->same_process || !watch_gone(&peer->watch))
         return flagcxSuccess;
     if (atomic_load(&slot->state) != state)
         return flagcxSuccess;
@@ -166,7 +166,7 @@ static flagcxResult_t meet(struct communicator *c, const struct invitation *invi
     if (result == flagcxSuccess) {
         atomic_store(&segment_header(c->segment)->complete, 1);
     } else {
-        atomic_store(&slot_of(c, c->rank)->state, RANK_FAILED);
+        atomic_store(&slot_of(c, c->rank)->state, RANK_GAVE_UP);
         say_that_joining_changed(c);
     }
     /* Come or failed: nobody joins by this id after this. */

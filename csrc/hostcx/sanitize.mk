@@ -26,6 +26,12 @@ TOOL_ARGUMENTS_address := processes
 TOOL_ARGUMENTS_valgrind := processes
 TOOL_ARGUMENTS_thread := threads
 
+TOOL_EXTRA_plain := plain
+TOOL_EXTRA_valgrind := slow
+
+# valgrind 3.19 does not know pidfd_open, says so in five lines, and hostcx does without.
+SHORTEN := sed '/unhandled amd64-linux syscall: 434/,+4d'
+
 # fault: the tool, and words of its report
 FAULTS := overread undefined race valgrind_overread
 FAULT_TOOL_overread := address
@@ -84,8 +90,8 @@ run_$(1): $(OUT)/$(1)/driver $(if $(filter valgrind,$(1)),have_valgrind)
 	@for ranks in 2 3; do \
 	    echo "== hostcx under $(1), $$$$ranks ranks as $$(TOOL_ARGUMENTS_$(1))"; \
 	    env HOSTCX_QUIET=1 $$(TOOL_RUN_$(1)) $$< $$(TOOL_ARGUMENTS_$(1)) $$$$ranks \
-	        $(if $(filter plain,$(1)),plain) 2>$(OUT)/$(1)/log_$$$$ranks \
-	        || { cat $(OUT)/$(1)/log_$$$$ranks; echo "hostcx failed under $(1) at $$$$ranks ranks"; exit 1; }; \
+	        $$(TOOL_EXTRA_$(1)) 2>$(OUT)/$(1)/log_$$$$ranks \
+	        || { $$(SHORTEN) $(OUT)/$(1)/log_$$$$ranks; echo "hostcx failed under $(1) at $$$$ranks ranks"; exit 1; }; \
 	done
 endef
 $(foreach tool,$(TOOLS),$(eval $(call run_tool,$(tool))))

@@ -25,8 +25,8 @@ enum {
     LARGEST_RING_BYTES = 256 * 1024,
 };
 
-/* Life of a rank in its communicator. */
-enum rank_state { RANK_ABSENT, RANK_JOINED, RANK_LEFT, RANK_ABORTED, RANK_FAILED };
+/* Life of a rank in its communicator. RANK_GAVE_UP: it failed while joining; RANK_FAILED: later. */
+enum rank_state { RANK_ABSENT, RANK_JOINED, RANK_LEFT, RANK_ABORTED, RANK_FAILED, RANK_GAVE_UP };
 
 struct segment_header {
     uint64_t magic;

@@ -1,9 +1,10 @@
 /* Walks every function of hostcx, every type and operation, at a number of ranks, and says how often it
  * called each function. Fails if a check failed or a function was not called.
  *
- *   driver processes|threads RANKS [plain|planted]
+ *   driver processes|threads RANKS [plain|slow|planted]
  *
- * plain adds what is only true without a sanitizer: memory and processor time. planted makes one call.
+ * plain adds what is only true without a sanitizer: memory and processor time. slow walks large counts with
+ * fewer types. planted makes one call.
  */
 #include <signal.h>
 #include <stdatomic.h>
@@ -73,7 +74,7 @@ static void walk_everything(int nranks, bool plain)
 
 static int usage(void)
 {
-    fprintf(stderr, "usage: driver processes|threads RANKS [plain|planted]\n");
+    fprintf(stderr, "usage: driver processes|threads RANKS [plain|slow|planted]\n");
     return 2;
 }
 
@@ -88,6 +89,7 @@ int main(int argc, char **argv)
     if (strcmp(argv[1], "processes") != 0 && strcmp(argv[1], "threads") != 0)
         return usage();
     alarm(SECONDS_UNTIL_KILLED);
+    is_slow = strcmp(extra, "slow") == 0;
     support_begin(strcmp(argv[1], "threads") == 0 ? AS_THREADS : AS_PROCESSES);
     if (strcmp(extra, "planted") == 0) {
         walk_planted(nranks);

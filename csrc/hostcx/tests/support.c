@@ -19,6 +19,7 @@ enum { MOST_FAILURES_SHOWN = 20 };
 
 struct record *record;
 enum mode mode;
+bool is_slow;
 
 /* The calls that were made before this process was forked. */
 static uint64_t calls_before[MOST_FUNCTIONS];

@@ -36,6 +36,8 @@ struct record {
 
 extern struct record *record;
 extern enum mode mode;
+/* A tool makes everything slow: large counts with fewer types. */
+extern bool is_slow;
 
 void support_begin(enum mode chosen);
 

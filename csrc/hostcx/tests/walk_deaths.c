@@ -54,7 +54,7 @@ static void end_all(const pid_t *processes, int nranks, int killed)
 /* All-reduces until there is an error. */
 static void reduce_until_error(struct rank *r)
 {
-    enum { COUNT = 300000 };
+    enum { COUNT = 150000 };
     float *values = calloc(COUNT, sizeof *values);
     flagcxResult_t result = flagcxSuccess, error = flagcxSuccess;
     OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
