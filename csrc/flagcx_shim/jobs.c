@@ -5,6 +5,7 @@
    abandoned job creates is never used and never destroyed: both could touch peers that have moved on. */
 #include <math.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -24,7 +25,15 @@ struct sglang_fl_flagcx_job {
   int32_t world_size, rank, device;
   size_t unique_id_bytes;
   uint8_t unique_id[SGLANG_FL_FLAGCX_UNIQUE_ID_CAPACITY];
+  char message[1024]; /* what the library says of a result that is not 0 */
 };
+
+/* Asked in the job's own thread: libraries keep the last error per thread. */
+static void job_ask_message(sglang_fl_flagcx_job *job) {
+  if (job->result <= 0 || !job->library->present.flagcxGetLastError) return;
+  const char *text = job->library->functions.flagcxGetLastError(NULL);
+  if (text != NULL) snprintf(job->message, sizeof job->message, "%s", text);
+}
 
 static void job_drop(sglang_fl_flagcx_job *job) {
   pthread_mutex_lock(&job->lock);
@@ -115,6 +124,7 @@ static int32_t old_form_unique_id(sglang_fl_flagcx_job *job) {
 
 static void work_unique_id(sglang_fl_flagcx_job *job) {
   job->result = job->library->present.flagcxDeviceHandleInit ? new_form_unique_id(job) : old_form_unique_id(job);
+  job_ask_message(job);
   gate_leave(&job->library->gate);
 }
 
@@ -138,6 +148,7 @@ static void work_init(sglang_fl_flagcx_job *job) {
   if (job->result == 0)
     job->result =
         job->library->functions.flagcxCommInitRank(&comm, job->world_size, job->unique_id, job->rank);
+  job_ask_message(job);
   if (job->result == 0 && comm == NULL) job->result = SGLANG_FL_FLAGCX_NO_MEMORY_GIVEN;
   if (job->result == 0) {
     job->communicator = communicator_new(job->library, comm, job->device);
@@ -249,10 +260,14 @@ int32_t sglang_fl_flagcx_job_wait(sglang_fl_flagcx_job *job, double seconds) {
   return done;
 }
 
-/* The three below answer only about a job that job_wait has called done. */
+/* The four below answer only about a job that job_wait has called done. */
 
 int32_t sglang_fl_flagcx_job_result(sglang_fl_flagcx_job *job) {
   return job != NULL ? job->result : SGLANG_FL_FLAGCX_NULL_HANDLE;
+}
+
+void sglang_fl_flagcx_job_message(sglang_fl_flagcx_job *job, char *message, size_t message_bytes) {
+  if (message_bytes > 0) snprintf(message, message_bytes, "%s", job != NULL ? job->message : "");
 }
 
 size_t sglang_fl_flagcx_job_unique_id(sglang_fl_flagcx_job *job, uint8_t *unique_id, size_t unique_id_bytes) {

@@ -10,6 +10,7 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_abort(sglang_fl_flagcx_communicator
                                                    int32_t *code);
 int32_t sglang_fl_flagcx_job_wait(sglang_fl_flagcx_job *job, double seconds);
 int32_t sglang_fl_flagcx_job_result(sglang_fl_flagcx_job *job);
+void sglang_fl_flagcx_job_message(sglang_fl_flagcx_job *job, char *message, size_t message_bytes);
 size_t sglang_fl_flagcx_job_unique_id(sglang_fl_flagcx_job *job, uint8_t *unique_id, size_t unique_id_bytes);
 sglang_fl_flagcx_communicator *sglang_fl_flagcx_job_communicator(sglang_fl_flagcx_job *job);
 void sglang_fl_flagcx_job_release(sglang_fl_flagcx_job *job);

@@ -229,6 +229,7 @@ def test_a_rank_killed_while_creating(hostcx: dict[str, str], victim: int) -> No
         assert code is ResultCode.REMOTE_ERROR, text
         assert 0 <= after_s < NOTICED_WITHIN_S
         assert f"rank {rank} of {world_size}" in text
+        assert "The library says: " in text and "rank" in text.split("The library says: ")[1], text
     assert memory.left_behind() == set()
 
 

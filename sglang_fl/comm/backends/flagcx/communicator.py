@@ -17,8 +17,6 @@ from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOpera
 END_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 5.0
 _MESSAGE_BYTES = 1024
-# What the library says where it has nothing to say.
-_NO_MESSAGE = ("", "Not implemented.", "Undefined: flagcxComm is not fully initialized.")
 
 
 class FlagCXCommunicator:
@@ -93,7 +91,7 @@ class FlagCXCommunicator:
             except jobs.TimeLimitError:
                 raise jobs.timed_out("create", timeout_s, where, rank) from None
             if result != 0:
-                raise FlagCXError(result, "create", where, rank=rank)
+                raise FlagCXError(result, "create", where, rank=rank, library_message=job.message())
             made = lib.sglang_fl_flagcx_job_communicator(job.handle)
         return cls(library, made, world_size, rank, device)
 
@@ -407,8 +405,7 @@ class FlagCXCommunicator:
     def _last_error(self) -> str:
         message = self._ffi.new("char[]", _MESSAGE_BYTES)
         self._lib.sglang_fl_flagcx_last_error(self.handle, message, _MESSAGE_BYTES)
-        text = str(self._ffi.string(message).decode(errors="replace")).strip()
-        return "" if text in _NO_MESSAGE else text
+        return jobs.useful(self._ffi.string(message).decode(errors="replace"))
 
 
 def _where(unique_id: bytes, world_size: int, rank: int, device: int) -> str:

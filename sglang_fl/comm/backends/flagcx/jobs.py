@@ -12,6 +12,9 @@ from sglang_fl.comm.backends.flagcx.native import Native
 
 # How long a signal such as Ctrl-C may have to wait.
 _SLICE_S = 0.1
+_MESSAGE_BYTES = 1024
+# What the library says where it has nothing to say.
+_NO_MESSAGE = ("", "Not implemented.", "Undefined: flagcxComm is not fully initialized.")
 
 
 class TimeLimitError(Exception):
@@ -45,6 +48,19 @@ class Job:
                 return int(self._native.lib.sglang_fl_flagcx_job_result(self.handle))
             if left_s <= 0:
                 raise TimeLimitError
+
+
+    def message(self) -> str:
+        """What the library said of a result that is not 0; empty where it says nothing of use."""
+        text = self._native.ffi.new("char[]", _MESSAGE_BYTES)
+        self._native.lib.sglang_fl_flagcx_job_message(self.handle, text, _MESSAGE_BYTES)
+        return useful(self._native.ffi.string(text).decode(errors="replace"))
+
+
+def useful(message: str) -> str:
+    """``message``, or nothing where it is one of the texts that say nothing."""
+    stripped = message.strip()
+    return "" if stripped in _NO_MESSAGE else stripped
 
 
 def started(native: Native, operation: str, handle: Any, code: int) -> Job:

@@ -105,7 +105,7 @@ class FlagCXLibrary:
             except jobs.TimeLimitError:
                 raise jobs.timed_out("unique_id", timeout_s, "stage: unique id, no other rank takes part") from None
             if result != 0:
-                raise FlagCXError(result, "unique_id", "Stage: unique id")
+                raise FlagCXError(result, "unique_id", "Stage: unique id", library_message=job.message())
             buffer = ffi.new("uint8_t[]", lib.SGLANG_FL_FLAGCX_UNIQUE_ID_CAPACITY)
             size = lib.sglang_fl_flagcx_job_unique_id(job.handle, buffer, len(buffer))
             return bytes(ffi.buffer(buffer, size))
