@@ -140,7 +140,7 @@ flagcxResult_t communicator_async_error(struct flagcxComm *comm)
 {
     pthread_mutex_lock(&comm->state_lock);
     if (comm->live != NULL && atomic_load(&comm->async_error) == flagcxSuccess)
-        check_ranks(comm->live, NULL);
+        check_ranks(comm->live, NULL, true);
     pthread_mutex_unlock(&comm->state_lock);
     return (flagcxResult_t)atomic_load(&comm->async_error);
 }

@@ -36,9 +36,7 @@ struct share {
 static _Thread_local struct group group;
 static pthread_key_t cleanup_key;
 
-static void free_items(void *items) { free(items); }
-
-static void make_key(void) { pthread_key_create(&cleanup_key, free_items); }
+static void make_key(void) { pthread_key_create(&cleanup_key, free); }
 
 /* The list stays for the thread's next group and goes with the thread. */
 static flagcxResult_t make_room(void)

@@ -127,14 +127,19 @@ static const char *state_words(uint32_t state)
     return "has given the communicator up after an error of its own";
 }
 
-flagcxResult_t check_ranks(struct communicator *c, const struct condition *condition)
+static bool has_died(const struct communicator *c, int rank)
+{
+    return !c->peers[rank].same_process && watch_gone(&c->peers[rank].watch);
+}
+
+flagcxResult_t check_ranks(struct communicator *c, const struct condition *condition, bool processes_too)
 {
     for (int rank = 0; rank < c->nranks; rank++) {
         if (rank == c->rank)
             continue;
         const struct rank_slot *slot = slot_of(c, rank);
         uint32_t state = atomic_load(&slot->state);
-        bool gone = state == RANK_JOINED && !c->peers[rank].same_process && watch_gone(&c->peers[rank].watch);
+        bool gone = processes_too && state == RANK_JOINED && has_died(c, rank);
         bool needed = condition != NULL && condition->needs(condition->context, rank);
         if (state == RANK_JOINED && !gone)
             continue;
@@ -158,13 +163,19 @@ flagcxResult_t wait_for(struct communicator *c, const struct condition *conditio
 {
     if (spin_until(c, condition))
         return flagcxSuccess;
+    int64_t next_lookout = now_nanoseconds() + LOOKOUT_NANOSECONDS / 2;
     for (;;) {
         sleep_unless(c, condition);
         if (condition->ready(condition->context))
             return flagcxSuccess;
         if (atomic_load(&c->handle->aborting))
             return fail_call(c->handle, flagcxInternalError, "the communicator was aborted during the call");
-        flagcxResult_t result = check_ranks(c, condition);
+        /* Many wake-ups may come while nobody dies: processes are looked at as seldom as in a long sleep. */
+        int64_t now = now_nanoseconds();
+        bool is_time = now >= next_lookout;
+        if (is_time)
+            next_lookout = now + LOOKOUT_NANOSECONDS / 2;
+        flagcxResult_t result = check_ranks(c, condition, is_time);
         if (result != flagcxSuccess)
             return result;
     }

@@ -27,8 +27,9 @@ void ring_all(struct communicator *c);
 /* Wakes this rank's own sleep. */
 void ring_self(struct communicator *c);
 
-/* Looks at all ranks: flagcxSuccess, or the communicator's new error. */
-flagcxResult_t check_ranks(struct communicator *c, const struct condition *condition);
+/* Looks at what all ranks say of themselves, and at their processes if asked to: flagcxSuccess, or the
+ * communicator's new error. condition may be NULL. */
+flagcxResult_t check_ranks(struct communicator *c, const struct condition *condition, bool processes_too);
 
 /* Sleeps while *word is value, at most for the time. */
 void futex_sleep(_Atomic uint32_t *word, uint32_t value, int64_t nanoseconds);

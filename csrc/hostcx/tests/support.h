@@ -8,7 +8,7 @@
 
 #include "hostcx.h"
 
-enum { MOST_RANKS = 8, MOST_FUNCTIONS = 128 };
+enum { MOST_RANKS = 9, MOST_FUNCTIONS = 128 };
 
 enum mode { AS_PROCESSES, AS_THREADS };
 

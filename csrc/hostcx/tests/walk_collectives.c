@@ -260,7 +260,7 @@ static void walk_small(struct rank *r)
         for (size_t i = 0; i < sizeof counts / sizeof counts[0]; i++)
             for (int in_place = 0; in_place < 2; in_place++)
                 if (!is_slow || counts[i] < 4096 || (is_representative(datatype) && in_place == datatype % 2))
-                    walk_point(r, (struct point){.datatype = datatype, .count = counts[i], .in_place = in_place != 0});
+                    walk_point(r, (struct point){.datatype = (flagcxDataType_t)datatype, .count = counts[i], .in_place = in_place != 0});
 }
 
 /* A million elements go through every stage and ring several times. */
