@@ -73,11 +73,9 @@ def routed(context: GroupContext, primary: Transport, fallback: Transport) -> Tr
     """``primary`` alone where it offers everything, else with ``fallback`` for the rest. All ranks must call it.
 
     Raises:
-        AgreementError: the ranks would route an operation differently.
+        AgreementError: a rank did not arrive.
     """
-    offered = context.exchange("compare routes", sorted(op.value for op in primary.capabilities.operations))
-    common = set(offered[0]).intersection(*map(set, offered[1:]))
-    primary.restrict(frozenset(Operation(name) for name in common))
+    primary.restrict_to_common(context, "compare routes")
     if primary.capabilities.operations == frozenset(Operation):
         return primary
     return RoutedTransport(primary, fallback)

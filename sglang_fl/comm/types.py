@@ -149,6 +149,15 @@ class Transport(ABC):
         """Offer no more than ``operations``: what a peer lacks cannot be used here either."""
         self.capabilities = replace(self.capabilities, operations=self.capabilities.operations & operations)
 
+    def restrict_to_common(self, context: GroupContext, stage: str) -> None:
+        """Offer what every rank's transport offers. All ranks of the group must call it.
+
+        Raises:
+            AgreementError: a rank did not arrive.
+        """
+        offered = context.exchange(stage, sorted(operation.value for operation in self.capabilities.operations))
+        self.restrict(frozenset(Operation(name) for name in set(offered[0]).intersection(*offered[1:])))
+
     def exceptions(self) -> dict[str, str]:
         """Operation to the name of what carries it, where that is another transport."""
         return {}

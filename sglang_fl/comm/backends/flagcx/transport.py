@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -14,6 +14,7 @@ from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.dtypes import torch_data_types
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
+from sglang_fl.comm.backends.flagcx.machine import Machine, spread, this_machine
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
@@ -159,7 +160,9 @@ class FlagCXBackend(Backend):
         library = _library(context.options["flagcx_path"])
         key = (library.path, context.ranks, str(context.device))
         shared = _shared.get(key) if context.shares_communicator else None
-        if not all(context.exchange("look for a communicator of the same ranks", shared is not None)):
+        views = context.exchange("look for a communicator of the same ranks", (shared is not None, this_machine()))
+        _require_one_machine(context, library, [machine for _, machine in views])
+        if not all(has_one for has_one, _ in views):
             shared = None
         if shared is None:
             shared = SharedCommunicator(_join(context, library))
@@ -167,6 +170,8 @@ class FlagCXBackend(Backend):
                 _shared[key] = shared
         transport = FlagCXTransport(self.name, context, library, shared.taken())
         try:
+            # Before the first call: one that a peer's library lacks would wait for it.
+            transport.restrict_to_common(context, "compare the libraries' operations")
             _warm_up(transport, context)
         except CommError:
             transport.close()
@@ -197,6 +202,15 @@ class SharedCommunicator:
 
 
 _shared: dict[tuple[str, tuple[int, ...], str], SharedCommunicator] = {}
+
+
+def _require_one_machine(context: GroupContext, library: FlagCXLibrary, machines: Sequence[Machine]) -> None:
+    # Before any rank joins: the one that made the id would wait for the others until its time limit.
+    places = spread(machines, context.ranks)
+    if places and library.capabilities.memory is MemoryKind.HOST:
+        raise CommError(
+            f"{library.path} connects processes of one machine, these ranks are on different ones: {places}"
+        )
 
 
 def _join(context: GroupContext, library: FlagCXLibrary) -> FlagCXCommunicator:
