@@ -86,12 +86,15 @@ def whole_numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int, rank: i
 
 
 def wrong_elements(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    """Elements whose bytes differ; all of them, and at least one, where shape or dtype differ already."""
+    """Elements whose bytes differ, compared on the device of ``expected``.
+
+    All of them, and at least one, where shape or dtype differ already.
+    """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return max(1, expected.numel())
     if expected.numel() == 0:
         return 0
-    different = _bytes_of(actual) != _bytes_of(expected)
+    different = _bytes_of(actual.to(expected.device)) != _bytes_of(expected)
     return int(different.view(-1, expected.element_size()).any(dim=1).sum())
 
 
@@ -146,7 +149,7 @@ def place_empty(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, devi
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous()
+    flat = tensor.detach().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 

@@ -1,0 +1,37 @@
+"""Sizes in bytes as people write them: 8, 4K, 64M, 1G, all powers of 1024."""
+
+from __future__ import annotations
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes.
+
+    Raises:
+        ValueError: no whole number, or another unit than K, M and G.
+    """
+    upper = text.strip().upper().removesuffix("B").removesuffix("I")
+    number = upper.rstrip("KMG")
+    unit = upper[len(number) :]
+    if not number.isdecimal() or unit not in _UNITS:
+        raise ValueError(f"{text!r} is no size; write bytes, or a whole number with K, M or G, such as 64K")
+    return int(number) * _UNITS[unit]
+
+
+def scan(smallest: int, largest: int, factor: int | None, step: int | None) -> list[int]:
+    """``smallest`` to ``largest`` bytes, by multiplication or by addition.
+
+    Raises:
+        ValueError: there is no way from one to the other.
+    """
+    if not 0 < smallest <= largest:
+        raise ValueError(f"sizes from {smallest} to {largest}: the first must be at least 1 and at most the second")
+    if (factor is not None and factor < 2) or (step is not None and step < 1):
+        raise ValueError(f"factor {factor}, step {step}: a factor is at least 2, a step at least 1 byte")
+    if step is not None:
+        return list(range(smallest, largest + 1, step))
+    sizes = [smallest]
+    while (following := sizes[-1] * (factor or 2)) <= largest:
+        sizes.append(following)
+    return sizes

@@ -1,0 +1,122 @@
+"""The benchmark's table in nccl-tests' columns, the same as CSV and as JSON rows, and two files beside each other."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.tools.measure import Result
+
+_LEFT = f"{'size':>12}{'count':>12}{'type':>10}{'redop':>7}{'root':>6}{'backend':>9}{'mode':>7}"
+_RIGHT = f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
+_UNITS = f"{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}{'':>8}"
+_ABSENT = f"{'N/A':>11}{'N/A':>9}{'N/A':>9}{'N/A':>8}"
+HEAD = (
+    f"#{'':>{len(_LEFT) - 1}}{'out-of-place':>{len(_RIGHT)}}{'in-place':>{len(_RIGHT)}}",
+    f"#{_LEFT[1:]}{_RIGHT}{_RIGHT}",
+    f"#{'(B)':>11}{'(elements)':>12}{'':>{len(_LEFT) - 24}}{_UNITS}{_UNITS}",
+)
+
+
+def line(out_of_place: Result | None, in_place: Result | None) -> str:
+    """Both forms of one operation, size, backend and mode; at least one is there."""
+    one = out_of_place or in_place
+    if one is None:
+        raise ValueError("a line needs a result")
+    left = (
+        f"{one.size_bytes:>12}{one.count:>12}{one.dtype:>10}{one.operation.redop:>7}{one.operation.root:>6}"
+        f"{one.backend:>9}{one.mode.value:>7}"
+    )
+    return left + _numbers(out_of_place) + _numbers(in_place)
+
+
+def _numbers(result: Result | None) -> str:
+    if result is None:
+        return _ABSENT
+    time = f"{result.time_us:.2f}" if result.time_us < 10_000 else f"{result.time_us:.0f}"
+    return f"{time:>11}{result.algorithm_gb_s:>9.2f}{result.bus_gb_s:>9.2f}{result.wrong:>8}"
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """One row of the record: the fields that every benchmark of this project has, and this one's own."""
+    form = "in place" if result.in_place else "out of place"
+    operation = result.operation
+    return {
+        "name": f"{operation.name} {result.size_bytes} B {result.dtype}, {result.backend}, {result.mode.value}, {form}",
+        "unit": "us",
+        "samples": list(result.samples_us),
+        "reference": "",
+        "reference_samples": [],
+        "bar": None,
+        "operation": operation.name,
+        "backend": result.backend,
+        "mode": result.mode.value,
+        "in_place": result.in_place,
+        "world_size": result.world_size,
+        "size_bytes": result.size_bytes,
+        "count": result.count,
+        "dtype": result.dtype,
+        "redop": operation.redop,
+        "root": int(operation.root),
+        "time_us": result.time_us,
+        "algbw_gb_s": result.algorithm_gb_s,
+        "busbw_gb_s": result.bus_gb_s,
+        "wrong": result.wrong,
+    }
+
+
+_NOT_IN_CSV = ("name", "unit", "samples", "reference", "reference_samples", "bar")
+
+
+def write_csv(results: Sequence[Result], path: Path) -> None:
+    """One line a result, the first one names the columns."""
+    rows = [{key: value for key, value in as_row(result).items() if key not in _NOT_IN_CSV} for result in results]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same measurement in two files."""
+
+    name: str
+    before_us: float
+    after_us: float
+
+    def __str__(self) -> str:
+        ratio = self.after_us / self.before_us
+        return f"{self.name:<64}{self.before_us:>12.2f}{self.after_us:>12.2f}{ratio:>8.2f}"
+
+
+COMPARISON_HEAD = f"{'#':<64}{'first (us)':>12}{'second (us)':>12}{'ratio':>8}"
+
+
+def compared(first: Path, second: Path) -> Iterator[Pair]:
+    """What both files have, in the first one's order.
+
+    Raises:
+        CommError: one of them is no record of this benchmark, or they have nothing in common.
+    """
+    before, after = _times(first), _times(second)
+    common = [name for name in before if name in after]
+    if not common:
+        raise CommError(f"{first} and {second} have no measurement in common; compare runs of the same arguments")
+    for name in common:
+        yield Pair(name, before[name], after[name])
+
+
+def _times(path: Path) -> dict[str, float]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {row["name"]: float(row["time_us"]) for row in content["rows"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CommError(f"{path} is no file that this benchmark wrote with --json ({reason})") from error
