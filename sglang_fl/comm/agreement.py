@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from sglang_fl.selection import (
 )
 
 ITEM = "communicator"
+logger = logging.getLogger(__name__)
+_ALL_RANKS = "all ranks"
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,19 @@ def agree(
     """
     local = _local_selection(context, backends, policy)
     views = context.exchange("announce candidates", local)
-    _same_order(context, [view.order for view in views])
+    _same_settings(context, views)
     passed: list[PassedOver] = []
     for name in local.order:
         reason = _first_refusal(context, [view.reasons[name] for view in views])
         if reason is None:
             backend = backends[name]
             if backend.kind in native_kinds:
+                _tell(context, policy, backend, passed)
                 return _agreed(context, backend, None, passed, local)
             transport, reason = _create_everywhere(context, backend)
             if transport is not None:
                 transport = routed(context, transport, TorchTransport("torch", context))
+                _tell(context, policy, backend, passed)
                 return _agreed(context, backend, transport, passed, local)
         passed.append(PassedOver(name, reason or ""))
         if policy.strict:
@@ -85,6 +90,7 @@ def agree(
 class _View:
     """One rank's candidates in order, with the reason of each that it cannot use (empty: it can)."""
 
+    strict: bool
     order: tuple[str, ...]
     reasons: Mapping[str, str]
     unnamed: tuple[PassedOver, ...]
@@ -108,18 +114,37 @@ def _local_selection(context: GroupContext, backends: Mapping[str, Backend], pol
     order = tuple(candidate.impl_id for candidate in ranked.usable)
     reasons = {name: refusal(backends[name], candidates[name]) for name in order}
     unnamed = tuple(entry for entry in ranked.passed_over if entry.impl_id not in order)
-    return _View(order, reasons, unnamed)
+    return _View(policy.strict, order, reasons, unnamed)
 
 
-def _same_order(context: GroupContext, orders: Sequence[tuple[str, ...]]) -> None:
-    for rank, order in enumerate(orders):
-        if order != orders[0]:
+def _same_settings(context: GroupContext, views: Sequence[_View]) -> None:
+    for rank, view in enumerate(views):
+        if view.order != views[0].order:
             raise AgreementError(
                 f"group {context.name}: the ranks' settings order the backends differently: global rank "
-                f"{context.ranks[0]} has {', '.join(orders[0])}; global rank {context.ranks[rank]} has "
-                f"{', '.join(order)}. Give every node the same SGLANG_FL_DIST_BACKEND, FLAGCX_PATH and "
+                f"{context.ranks[0]} has {', '.join(views[0].order)}; global rank {context.ranks[rank]} has "
+                f"{', '.join(view.order)}. Give every node the same SGLANG_FL_DIST_BACKEND, FLAGCX_PATH and "
                 f"SGLANG_FL_CONFIG, and the same installed backends."
             )
+        if view.strict != views[0].strict:
+            modes = {True: "strict mode", False: "no strict mode"}
+            raise AgreementError(
+                f"group {context.name}: global rank {context.ranks[0]} has {modes[views[0].strict]}, global rank "
+                f"{context.ranks[rank]} has {modes[view.strict]}. Give every node the same SGLANG_FL_STRICT and "
+                f"SGLANG_FL_CONFIG."
+            )
+
+
+def _tell(context: GroupContext, policy: Policy, chosen: Backend, passed: Sequence[PassedOver]) -> None:
+    """Say once for the group what was passed over: aloud if it was asked for by name or failed on some ranks only."""
+    if context.rank or not passed:
+        return
+    order = policy.per_item.get(ITEM, ())
+    asked_for = bool(order) and passed[0].impl_id == order[0]
+    aloud = asked_for or any(not entry.reason.startswith(_ALL_RANKS) for entry in passed)
+    reasons = "; ".join(f"{entry.impl_id}: {entry.reason}" for entry in passed)
+    level = logging.WARNING if aloud else logging.INFO
+    logger.log(level, "group %s is carried by %s. Passed over: %s", context.name, chosen.name, reasons)
 
 
 def _first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
@@ -127,7 +152,7 @@ def _first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
     if not refused:
         return None
     rank, reason = refused[0]
-    where = "all ranks" if len(refused) == len(reasons) else f"global rank {rank}"
+    where = _ALL_RANKS if len(refused) == len(reasons) else f"global rank {rank}"
     return f"{where}: {reason}"
 
 
