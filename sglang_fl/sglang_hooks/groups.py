@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from sglang_fl.comm.agreement import Agreed, agree
+from sglang_fl.comm.agreement import Agreed, agree, compare
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
-from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.types import GroupContext, Transport
@@ -61,7 +59,8 @@ class Groups:
         settings: this process's.
         versions: package to version, compared across ranks.
         native_kinds: kinds of backends for which SGLang's own methods are kept.
-        hooks: every hook that must be live, this object's own included.
+        timeout_s: how long to wait for a rank at each step; ``--dist-timeout`` may shorten it.
+        hooks: every hook of the plugin; each must be live.
     """
 
     settings: Settings
@@ -123,7 +122,7 @@ class Groups:
             ranks,
             coordinator.unique_name,
             self.settings,
-            self.timeout_s,
+            self._limit_s(),
         )
         # PD multiplexing duplicates the TP group in order to use both at the same time.
         context = replace(context, shares_communicator="pdmux" not in coordinator.unique_name)
@@ -143,6 +142,13 @@ class Groups:
         record.communicator = CommunicatorFL.from_agreed(context, agreed, metadata)
         record.choice = agreed.backend.name
         coordinator.fl_communicator = record.communicator
+
+    def _limit_s(self) -> float:
+        """Seconds to wait for a rank: ours, or SGLang's ``--dist-timeout`` where that is less."""
+        from sglang.srt.distributed import parallel_state
+
+        given = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+        return self.timeout_s if given is None else min(self.timeout_s, given.total_seconds())
 
     def require_live(self) -> None:
         """Check by identity that every hook is live in this process.
@@ -219,7 +225,7 @@ class Groups:
             world.ranks,
             world.unique_name,
             self.settings,
-            self.timeout_s,
+            self._limit_s(),
         )
         views = context.exchange("compare settings", self._comparable())
         compare(views)
@@ -230,26 +236,3 @@ class Groups:
         # Groups of one name exist once per set of ranks; only those of the same ranks must be alike.
         choices = {f"backend of {r.name} {list(r.ranks)}": r.choice for r in self.records if r.communicator}
         return {**self.settings.comparable(), **versions, **choices}
-
-
-def compare(views: Sequence[dict[str, str]]) -> None:
-    """``views[r]``: field to text of global rank r. A field that only some ranks have is not compared.
-
-    Raises:
-        AgreementError: names the field, and for each value the ranks that have it.
-    """
-    problems = []
-    for name in sorted({name for view in views for name in view}):
-        by_value: dict[str, list[int]] = {}
-        for rank, view in enumerate(views):
-            if name in view:
-                by_value.setdefault(view[name], []).append(rank)
-        if len(by_value) > 1:
-            values = ", ".join(f"{value!r} on rank(s) {ranks}" for value, ranks in by_value.items())
-            problems.append(f"{name} is {values}")
-    if problems:
-        raise AgreementError(
-            "sglang_fl: the ranks of this server differ: "
-            + "; ".join(problems)
-            + ". Give all nodes the same settings and the same versions."
-        )
