@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 
 from sglang_fl.comm.communicator import CommunicatorFL
@@ -41,6 +42,37 @@ def group_of(ranks: list[int], context: RankContext, timeout_s: float = 30.0) ->
     assert communicator.backend == os.environ["SGLANG_FL_DIST_BACKEND"]
     assert communicator.exceptions() == {}
     return communicator
+
+
+def communicator_of_all(context: RankContext, timeout_s: float = 20.0) -> CommunicatorFL:
+    """A communicator of all ranks, whatever its backend."""
+    group = dist.new_group(list(range(context.world_size)), backend="gloo")
+    return CommunicatorFL(
+        cpu_group=group,
+        device_group=group,
+        device="cpu",
+        ranks=range(context.world_size),
+        name="tp:0",
+        timeout_s=timeout_s,
+    )
+
+
+def call_everything(communicator: CommunicatorFL) -> None:
+    """Each operation of a transport once, with data that depends on the rank."""
+    rank, size = communicator.rank_in_group, communicator.world_size
+    total = sum(range(size))
+    mine = torch.tensor([float(rank)])
+    assert communicator.all_reduce(mine.clone()).item() == total
+    gathered = communicator.all_gather(mine)
+    assert gathered is not None and gathered.tolist() == list(range(size))
+    assert communicator.reduce_scatter_tensor(torch.zeros(1), mine.repeat(size)).item() == total
+    uneven = communicator.reduce_scatterv(mine.repeat(3), sizes=[0, 3, *[0] * (size - 2)])
+    assert uneven.tolist() == [total] * (3 if rank == 1 else 0)
+    assert communicator.broadcast(mine.clone(), src=1).item() == 1.0
+    collected = communicator.gather(mine, dst=1)
+    assert collected is None if rank != 1 else collected.tolist() == list(range(size))  # type: ignore[union-attr]
+    communicator.send(mine)
+    assert communicator.recv(torch.Size([1]), torch.float32).item() == (rank - 1) % size
 
 
 def over_world(context: RankContext, check: Check, cases: Iterable[Case]) -> None:

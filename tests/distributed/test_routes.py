@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx import FlagCXError
-from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.distributed.groups import call_everything, communicator_of_all
 from tests.distributed.libraries import INVALID_ARGUMENT, NOT_SUPPORTED, Answer, answering, without
 
 # The operation of a transport and the function of the library that carries it.
@@ -22,37 +21,6 @@ FUNCTIONS = {
     "broadcast": "flagcxBroadcast",
     "gather": "flagcxGather",
 }
-
-
-def communicator_of_all(context: RankContext, timeout_s: float = 20.0) -> CommunicatorFL:
-    """A communicator of all ranks, whatever its backend."""
-    group = dist.new_group(list(range(context.world_size)), backend="gloo")
-    return CommunicatorFL(
-        cpu_group=group,
-        device_group=group,
-        device="cpu",
-        ranks=range(context.world_size),
-        name="tp:0",
-        timeout_s=timeout_s,
-    )
-
-
-def call_everything(communicator: CommunicatorFL) -> None:
-    """Each operation of a transport once, with data that depends on the rank."""
-    rank, size = communicator.rank_in_group, communicator.world_size
-    total = sum(range(size))
-    mine = torch.tensor([float(rank)])
-    assert communicator.all_reduce(mine.clone()).item() == total
-    gathered = communicator.all_gather(mine)
-    assert gathered is not None and gathered.tolist() == list(range(size))
-    assert communicator.reduce_scatter_tensor(torch.zeros(1), mine.repeat(size)).item() == total
-    uneven = communicator.reduce_scatterv(mine.repeat(3), sizes=[0, 3, *[0] * (size - 2)])
-    assert uneven.tolist() == [total] * (3 if rank == 1 else 0)
-    assert communicator.broadcast(mine.clone(), src=1).item() == 1.0
-    collected = communicator.gather(mine, dst=1)
-    assert collected is None if rank != 1 else collected.tolist() == list(range(size))  # type: ignore[union-attr]
-    communicator.send(mine)
-    assert communicator.recv(torch.Size([1]), torch.float32).item() == (rank - 1) % size
 
 
 def _routes(context: RankContext) -> dict[str, str]:
@@ -110,6 +78,7 @@ def test_invalid_argument_is_an_error(hostcx: Path, tmp_path: Path) -> None:
 def _refused_at_creation(context: RankContext) -> tuple[str, list[str]]:
     communicator = communicator_of_all(context)
     call_everything(communicator)
+    communicator.destroy()
     return communicator.backend, [entry.reason for entry in communicator.agreed.passed_over]
 
 

@@ -1,0 +1,249 @@
+"""From creation to the process's end: who is missing, barrier, destroy, deletion, exit, groups used in turn."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.backends.flagcx import FlagCXCommunicator
+from sglang_fl.comm.backends.flagcx.transport import FlagCXBackend
+from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
+from tests.distributed.groups import call_everything, communicator_of_all, group_of, world
+
+MIB = 2**20
+
+
+# --- creation ---
+
+
+def _absent(context: RankContext, ends: bool) -> str:
+    group = dist.new_group([0, 1], backend="gloo")
+    store = context.store("done")
+    if context.rank == 1:
+        if not ends:
+            store.wait(["done"])
+        return ""
+    with pytest.raises(AgreementError) as raised:
+        CommunicatorFL(cpu_group=group, device_group=group, device="cpu", ranks=[0, 1], name="tp:0", timeout_s=1.0)
+    store.set("done", "1")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_never_arrives_is_named(ends: bool) -> None:
+    """Case 26. Given a peer without the plugin, or gone, when a rank makes a communicator, then an error after the
+    limit names group, stage, this rank and the peer."""
+    text = run_ranks(_absent, 2, ends)[0]
+    assert "group tp:0, global rank 0 of [0, 1]: global rank(s) [1] did not reach 'announce candidates'" in text
+    assert "within 1 s" in text
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dies_in_creation(context: RankContext, owner: type, method: str) -> str:
+    if context.rank == 2:
+        setattr(owner, method, _die)
+    with pytest.raises(AgreementError) as raised:
+        communicator_of_all(context, timeout_s=3.0)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(FlagCXBackend, "create"), (FlagCXBackend, "probe"), (FlagCXCommunicator, "create")]
+)
+def test_a_rank_that_dies_in_creation_is_named(owner: type, method: str, hostcx: Path) -> None:
+    """Case 26. Given a rank that is killed while it probes, creates or joins, when the others make the communicator,
+    then each gets an error that names group, stage and that rank, and none hangs."""
+    texts = run_ranks(
+        _dies_in_creation, 3, owner, method, env={"FLAGCX_PATH": str(hostcx)}, expect_killed=[2], timeout_s=40.0
+    )
+    for rank, text in enumerate(texts[:2]):
+        assert f"group tp:0, global rank {rank} of [0, 1, 2]: global rank(s) [2] did not reach '" in text
+
+
+def _outside(context: RankContext) -> None:
+    group = dist.new_group([0, 1], backend="gloo")
+    if context.rank != 2:
+        return
+    with pytest.raises(CommError, match=r"group tp:0: global rank 2 is not among its ranks \[0, 1\]"):
+        CommunicatorFL(cpu_group=group, device_group=group, device="cpu", ranks=[0, 1], name="tp:0")
+
+
+def test_a_rank_outside_the_group() -> None:
+    """Given a rank that is not in the group, when it makes the group's communicator, then it gets an error at once."""
+    run_ranks(_outside, 3)
+
+
+# --- use ---
+
+
+def _barrier(context: RankContext) -> None:
+    communicator, store = world(context), context.store("late")
+    if context.rank == 1:
+        time.sleep(0.3)
+        store.set("late", "1")
+    communicator.barrier()
+    assert store.check(["late"])
+
+
+def test_barrier_waits_for_all(backend: dict[str, str]) -> None:
+    """Given a late rank, when all call barrier, then none returns before it has come."""
+    run_ranks(_barrier, 3, env=backend)
+
+
+def _in_turn(context: RankContext) -> None:
+    layouts = {"tp": ([0, 1], [2, 3]), "pp": ([0, 2], [1, 3]), "dp": ([0, 1, 2, 3],)}
+    mine = {
+        name: next(found for found in [group_of(ranks, context) for ranks in groups] if found is not None)
+        for name, groups in layouts.items()
+    }
+    for step in range(60):
+        count = 1 << (step % 17)
+        for number, communicator in enumerate(mine.values()):
+            value = step * 3 + number
+            reduced = communicator.all_reduce(torch.full((count + number,), float(value)))
+            assert bool((reduced == value * communicator.world_size).all())
+    for communicator in mine.values():
+        call_everything(communicator)
+        assert communicator.status()["calls"]["all_reduce"] == 61
+
+
+def test_communicators_share_no_state(backend: dict[str, str]) -> None:
+    """Case 28. Given TP, PP and DP communicators in one process, when they are used in turn with different sizes,
+    then each has its own values and its own counts."""
+    run_ranks(_in_turn, 4, env=backend)
+
+
+def _bounded(context: RankContext) -> None:
+    communicator, limit = world(context), 2 * MIB
+    communicator._sends.limit_bytes = limit
+    if context.rank == 0:
+        for number in range(12):
+            communicator.send(torch.full((MIB,), number, dtype=torch.uint8), dst=1)
+            assert communicator.status()["send_bytes_held"] <= limit
+        communicator.send(torch.full((3 * MIB,), 99, dtype=torch.uint8), dst=1)  # larger than the limit: goes alone
+        communicator.destroy()
+        return
+    time.sleep(0.3)  # let the sends run into the limit
+    for number in range(12):
+        assert bool((communicator.recv(torch.Size([MIB]), torch.uint8) == number).all())
+    assert bool((communicator.recv(torch.Size([3 * MIB]), torch.uint8) == 99).all())
+
+
+def test_memory_held_for_sends_is_bounded(backend: dict[str, str]) -> None:
+    """Given many sends that nobody has received, when their bytes reach the limit, then the next one waits, and what
+    is held stays within it."""
+    run_ranks(_bounded, 2, env=backend)
+
+
+# --- end ---
+
+
+def _destroy_twice(context: RankContext) -> None:
+    first, second = (communicator_of_all(context) for _ in range(2))
+    call_everything(first)
+    first.destroy()
+    first.destroy()
+    call_everything(second)  # of the same ranks: it may share what is underneath
+    second.destroy()
+    second.destroy()
+    third = communicator_of_all(context)
+    call_everything(third)
+    third.destroy()
+
+
+def test_destroy_is_idempotent_and_local_to_its_communicator(backend: dict[str, str]) -> None:
+    """Case 18. Given two communicators of the same ranks, when one is destroyed, twice, then the other still works,
+    and a third can be made."""
+    run_ranks(_destroy_twice, 3, env=backend)
+
+
+def _deleted_on_one_rank(context: RankContext) -> None:
+    kept, dropped = communicator_of_all(context), world(context)
+    if context.rank == 0:
+        del dropped
+        gc.collect()
+    call_everything(kept)
+    kept.barrier()
+
+
+def _raises_on_one_rank(context: RankContext) -> str:
+    communicator = world(context)
+    call_everything(communicator)
+    communicator.destroy()
+    if context.rank == 1:
+        raise KeyError("planted")
+    return "done"
+
+
+def _half_built(context: RankContext) -> None:
+    CommunicatorFL.__new__(CommunicatorFL)
+    with pytest.raises(CommError):
+        CommunicatorFL(cpu_group=None, device_group=None, device="cpu", ranks=[5], name="half")  # type: ignore[arg-type]
+    gc.collect()
+    call_everything(communicator_of_all(context))
+    dist.barrier()
+
+
+def _never_destroyed(context: RankContext) -> None:
+    communicator = world(context)
+    call_everything(communicator)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("body", [_deleted_on_one_rank, _half_built, _never_destroyed])
+def test_the_interpreter_ends_well(body: object, backend: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Case 18. Given a communicator deleted on one rank only, one half built, one never destroyed, when fresh
+    interpreters end, then they do so without a crash, a hang, or an exception that Python had to ignore."""
+    run_ranks(body, 2, env={**backend, "HOSTCX_QUIET": "1"}, start_method="spawn")  # type: ignore[arg-type]
+    errors = capfd.readouterr().err
+    assert "Exception ignored" not in errors and "Traceback" not in errors, errors
+
+
+def test_an_error_on_one_rank_ends_that_rank_only(backend: dict[str, str]) -> None:
+    """Case 18. Given ranks with communicators, when one raises, then it ends with its error within the launcher's five
+    seconds, and the other with its result."""
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(_raises_on_one_rank, 2, env=backend, start_method="spawn")
+    assert [(failure.rank, failure.kind) for failure in raised.value.failures] == [(1, FailureKind.RAISED)]
+    assert raised.value.results[0] == "done"
+
+
+def _alone(context: RankContext) -> None:
+    communicator = world(context)
+    tensor = torch.arange(6.0).view(2, 3)
+    kept = tensor.clone()
+    assert communicator.all_reduce(tensor) is tensor
+    assert communicator.all_gather(tensor) is tensor
+    assert communicator.gather(tensor) is tensor
+    assert communicator.broadcast(tensor) is tensor
+    outputs = [torch.zeros(2, 3)]
+    communicator.all_gather(tensor, output_tensor_list=outputs)
+    assert torch.equal(outputs[0], kept)
+    assert torch.equal(communicator.all_gather_into_tensor(torch.zeros(6), tensor).view(2, 3), kept)
+    assert torch.equal(communicator.all_gatherv(tensor, [2])[0], kept)
+    assert torch.equal(communicator.reduce_scatter(torch.zeros(2, 3), [tensor]), kept)
+    assert torch.equal(communicator.reduce_scatter_tensor(torch.zeros(6), tensor).view(2, 3), kept)
+    assert torch.equal(communicator.reduce_scatterv(tensor), kept)
+    assert communicator.broadcast_object_list([1, 2]) == [1, 2]
+    with communicator.graph_capture():
+        communicator.barrier()
+    assert torch.equal(tensor, kept)
+    communicator.destroy()
+    communicator.destroy()
+
+
+def test_a_group_of_one(backend: dict[str, str]) -> None:
+    """Case 18. Given a group of one rank, when every operation is called, then each gives what it was given."""
+    run_ranks(_alone, 1, env=backend)
