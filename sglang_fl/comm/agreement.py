@@ -161,6 +161,8 @@ def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpo
     problem = ""
     try:
         transport = backend.create(context)
+    except AgreementError:
+        raise  # a rank is missing: no other backend would find it, and the next step would blame those that left
     except CommError as error:
         problem = str(error)
     problems = context.exchange(f"create {backend.name}", problem)
