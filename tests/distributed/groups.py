@@ -80,6 +80,7 @@ def over_world(context: RankContext, check: Check, cases: Iterable[Case]) -> Non
     communicator = world(context)
     for case in cases:
         _checked(context, communicator, check, case)
+    communicator.destroy()
 
 
 def over_groups(context: RankContext, check: Check, cases: Iterable[Case]) -> None:
@@ -88,6 +89,8 @@ def over_groups(context: RankContext, check: Check, cases: Iterable[Case]) -> No
     for case in cases:
         for communicator in communicators:
             _checked(context, communicator, check, case)
+    for communicator in communicators:
+        communicator.destroy()
 
 
 def _checked(context: RankContext, communicator: CommunicatorFL, check: Check, case: Case) -> None:

@@ -45,6 +45,9 @@ def call_all(context: RankContext, seed: int, first: int, calls: int, data: Data
             continue
         context.note(f"seed {seed}, call {number}: {operation.name} in {communicator!r}")
         operation.run(Call(communicator, rng, data, number))
+    for communicator in communicators:
+        if communicator is not None:
+            communicator.destroy()
     return drawn
 
 

@@ -117,6 +117,7 @@ def _in_turn(context: RankContext) -> None:
     for communicator in mine.values():
         call_everything(communicator)
         assert communicator.status()["calls"]["all_reduce"] == 61
+        communicator.destroy()
 
 
 def test_communicators_share_no_state(backend: dict[str, str]) -> None:

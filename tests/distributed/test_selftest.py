@@ -25,7 +25,7 @@ from sglang_fl.comm.tools import data, launch
 from sglang_fl.comm.tools.checks import CHECKS
 from sglang_fl.comm.tools.data import Layout
 from sglang_fl.comm.tools.launch import LaunchError, Place
-from sglang_fl.testing.ranks import RankContext, run_ranks
+from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
 
 LIMIT_S = 240
 LINE = re.compile(r"^(?P<operation>\S.*?) {2,}(?P<backend>\w+) +(?P<cases>\d+) +(?P<wrong>\d+) +\d+\.\d+", re.MULTILINE)
@@ -44,13 +44,18 @@ class Outcome:
         return {found["operation"]: int(found["wrong"]) for found in LINE.finditer(self.out) if int(found["wrong"])}
 
 
+def _see(path: str) -> None:
+    """Look for distributions in ``path``, too."""
+    sys.path.insert(0, path)
+    discover_backends.cache_clear()
+
+
 def _selftest(context: RankContext, arguments: Sequence[str], path: str | None = None) -> Outcome:
     if path is not None:
-        sys.path.insert(0, path)
-        discover_backends.cache_clear()
+        _see(path)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = selftest.main([*arguments, "--timeout", "60"])
+        code = selftest.main(["--timeout", "60", *arguments])
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
@@ -237,6 +242,35 @@ def test_what_was_asked_for_must_be_usable(arguments: list[str], reason: str, tm
     assert outcome.code == 1
     assert reason in outcome.out
     assert "# FAILED: " in outcome.out
+
+
+def test_single_methods_can_be_tested_alone() -> None:
+    outcome = run_selftest(["--quick", "--backend", "torch", "--op", "recv,gather"], None)
+    assert outcome.code == 0
+    assert [found["operation"] for found in LINE.finditer(outcome.out)] == ["gather", "send, recv"]
+
+
+def _hang(context: RankContext, path: str) -> int:
+    _see(path)
+    return selftest.main(["--quick", "--backend", "chip", "--op", "gather", "--timeout", "4"])
+
+
+def test_a_hang_ends_with_the_case_and_the_stacks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every process says where it stood, and ends."""
+    fault = """
+    def gather(self, output, tensor, dst):
+        if tensor.numel() == 24:
+            import threading
+            threading.Event().wait()
+        super().gather(output, tensor, dst)
+    """
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(_hang, 2, _install_chip(tmp_path, fault), timeout_s=LIMIT_S)
+    assert {failure.kind for failure in failed.value.failures} == {FailureKind.EXITED}
+    said = capfd.readouterr().err
+    assert "in 'gather over chip' after " in said
+    assert "cases, the last of them: float32 3x5 transposed cpu to " in said
+    assert 'chip.py", line' in said
 
 
 def _differ(context: RankContext) -> Outcome:

@@ -96,6 +96,7 @@ def _both_send_large(context: RankContext, async_send: bool) -> None:
     _equal(communicator.recv_tensor_dict(), _large(other))
     for work in works:
         work.work.wait()
+    communicator.destroy()
 
 
 @pytest.mark.parametrize("async_send", [False, True])
@@ -118,9 +119,8 @@ def _shares(context: RankContext) -> None:
                 work.work.wait()
         else:
             _equal(pipe.recv_tensor_dict(src=0, all_gather_group=stage), content)
-        # Each rank sends half of what can be halved.
-        held = pipe.status()["send_bytes_held"]
-        assert isinstance(held, int)
+    pipe.destroy()
+    stage.destroy()
 
 
 def test_shares_of_an_all_gather_group(backend: dict[str, str]) -> None:
