@@ -99,6 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--backend", metavar="NAME", help="test this one, and fail if it cannot be used")
+    parser.add_argument("--op", type=_methods, default=[], metavar="NAMES", help="test these methods alone")
     parser.add_argument("--quick", action="store_true", help="fewer combinations of dtype, size and layout")
     parser.add_argument("--device", metavar="TYPE", help="cpu, cuda, ...; default: the accelerator, if there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, on rank 0")
@@ -119,6 +120,7 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> Report:
     known = known_names(launch)
     required = asked_for(launch, [options.backend] if options.backend else [])
     cases = (quick_cases if options.quick else full_cases)(launch.device)
+    checks = [check for check in CHECKS if not options.op or set(options.op) & set(check.methods)]
     launch.say(HEADER)
     for name in [options.backend] if options.backend else known:
         watch.step(f"create {name}")
@@ -130,7 +132,7 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> Report:
                     report.failures.append(f"{name} cannot be used")
                 continue
             _say_exceptions(launch, route.communicator)
-            _test(launch, route.communicator, cases, options.seed, report, watch)
+            _test(launch, route.communicator, checks, cases, options.seed, report, watch)
     if not report.lines:
         report.failures.append("no backend was tested")
     _say_end(launch, report)
@@ -140,11 +142,16 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> Report:
 
 
 def _test(
-    launch: Launch, communicator: CommunicatorFL, cases: Sequence[Case], seed: int, report: Report, watch: Watch
+    launch: Launch,
+    communicator: CommunicatorFL,
+    checks: Sequence[Check],
+    cases: Sequence[Case],
+    seed: int,
+    report: Report,
+    watch: Watch,
 ) -> None:
-    for check in CHECKS:
-        watch.step(f"{check.name} over {communicator.backend}")
-        line = _line(launch, communicator, check, cases, seed)
+    for check in checks:
+        line = _line(launch, communicator, check, cases, seed, watch)
         report.lines.append(line)
         launch.say(str(line))
         for text in (*line.problems, *([line.error] if line.error else [])):
@@ -155,9 +162,12 @@ def _test(
             return
 
 
-def _line(launch: Launch, communicator: CommunicatorFL, check: Check, cases: Sequence[Case], seed: int) -> Line:
+def _line(
+    launch: Launch, communicator: CommunicatorFL, check: Check, cases: Sequence[Case], seed: int, watch: Watch
+) -> Line:
     roots = sorted({rank * (launch.place.world_size - 1) // (MOST_ROOTS - 1) for rank in range(MOST_ROOTS)})
     scope = Scope(communicator, cases, roots, Tally(), seed)
+    watch.step(f"{check.name} over {communicator.backend}", scope.tally.progress)
     before = time.perf_counter()
     try:
         check.run(scope)
@@ -218,6 +228,15 @@ def _say_end(launch: Launch, report: Report) -> None:
     if report.is_right:
         cases = sum(line.cases for line in report.lines)
         launch.say(f"# OK: {len(report.lines)} lines, {cases} cases a rank, nothing wrong")
+
+
+def _methods(text: str) -> list[str]:
+    known = list(dict.fromkeys(method for check in CHECKS for method in check.methods))
+    names = text.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)!r}: allowed are {', '.join(known)}")
+    return names
 
 
 def _content(launch: Launch, devices: Sequence[str], report: Report) -> dict[str, Any]:

@@ -68,16 +68,23 @@ class Tally:
         wrong: elements that were wrong; a case that failed in another way counts as one.
         problems: the first few wrong cases in words.
         error: what ended the operation early; empty if nothing did.
+        last: the latest case that came to its end.
     """
 
     cases: int = 0
     wrong: int = 0
     problems: list[str] = field(default_factory=list)
     error: str = ""
+    last: str = ""
+
+    def progress(self) -> str:
+        """How far it got, for the report of a hang."""
+        return f" after {self.cases} cases, the last of them: {self.last or 'none'}"
 
     def count(self, what: object, wrong: int | bool) -> None:
         """One more case."""
         self.cases += 1
+        self.last = str(what)
         self.wrong += int(wrong)
         if wrong and len(self.problems) < KEPT_PROBLEMS:
             self.problems.append(f"{what}: {int(wrong)} wrong")

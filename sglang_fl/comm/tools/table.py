@@ -12,14 +12,14 @@ from typing import Any
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.tools.measure import Result
 
-_LEFT = f"{'size':>12}{'count':>12}{'type':>10}{'redop':>7}{'root':>6}{'backend':>9}{'mode':>7}"
+_LEFT = f"{'size':>12}{'count':>12}{'type':>15}{'redop':>7}{'root':>6}{'backend':>9}{'mode':>7}"
 _RIGHT = f"{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
 _UNITS = f"{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}{'':>8}"
 _ABSENT = f"{'N/A':>11}{'N/A':>9}{'N/A':>9}{'N/A':>8}"
 HEAD = (
     f"#{'':>{len(_LEFT) - 1}}{'out-of-place':>{len(_RIGHT)}}{'in-place':>{len(_RIGHT)}}",
     f"#{_LEFT[1:]}{_RIGHT}{_RIGHT}",
-    f"#{'(B)':>11}{'(elements)':>12}{'':>{len(_LEFT) - 24}}{_UNITS}{_UNITS}",
+    f"#{'(B)':>11}{'(elements)':>12}{'':>{len(_LEFT) - 24}}{_UNITS}{_UNITS}".rstrip(),
 )
 
 
@@ -29,7 +29,7 @@ def line(out_of_place: Result | None, in_place: Result | None) -> str:
     if one is None:
         raise ValueError("a line needs a result")
     left = (
-        f"{one.size_bytes:>12}{one.count:>12}{one.dtype:>10}{one.operation.redop:>7}{one.operation.root:>6}"
+        f"{one.size_bytes:>12}{one.count:>12}{one.dtype:>15}{one.operation.redop:>7}{one.operation.root:>6}"
         f"{one.backend:>9}{one.mode.value:>7}"
     )
     return left + _numbers(out_of_place) + _numbers(in_place)

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 
@@ -20,13 +21,14 @@ class Watch:
         self._rank = rank
         self._limit_s = limit_s
         self._doing = "start"
+        self._detail: Callable[[], str] = str
         self._since = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang_fl-watch", daemon=True)
 
-    def step(self, doing: str) -> None:
-        """Say what begins now."""
-        self._doing = doing
+    def step(self, doing: str, detail: Callable[[], str] = str) -> None:
+        """Say what begins now; ``detail`` is asked how far it got, if it comes to that."""
+        self._doing, self._detail = doing, detail
         self._since = time.monotonic()
 
     def __enter__(self) -> Watch:
@@ -45,8 +47,8 @@ class Watch:
             if waited < self._limit_s:
                 continue
             message = (
-                f"rank {self._rank}: no progress for {waited:.0f} s in '{self._doing}'; this process ends. Its "
-                f"threads stand at:"
+                f"rank {self._rank}: no progress for {waited:.0f} s in '{self._doing}'{self._detail()}; this process "
+                f"ends. Its threads stand at:"
             )
             print(message, file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
