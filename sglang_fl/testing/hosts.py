@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ NAMES = ("host-a", "host-b")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACE = "eth0"
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-_PACKAGES = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+TOOL_FOLDERS = ("/usr/sbin", "/sbin")  # beside PATH, where an ordinary user's does not have them
+_PACKAGES = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "env": "coreutils"}
 _START_LIMIT_S = 20.0
 
 # The first process of a host. It reaps what loses its parent, and ends, and with it the kernel ends every process of
@@ -40,8 +41,7 @@ mount -t tmpfs -o size=8g tmpfs /dev/shm
 mount --bind "$2" /etc/hosts
 ip link set lo up
 echo ready
-trap '' CHLD
-read -r _ || true
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 
 # A POST of what comes in, or a GET if nothing does.
@@ -109,6 +109,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     """
     if os.geteuid() != 0:
         raise HostError("two_hosts makes network namespaces: run it as root, or in a container whose root may")
+    for tool in _PACKAGES:
+        _tool(tool)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang_fl-hosts-")))
         hosts_file = folder / "hosts"
@@ -126,7 +128,6 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 def _first_process(name: str, hosts_file: Path) -> Iterator[int]:
     command = [_tool("unshare"), *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
     command += ["/bin/sh", "-ec", _FIRST_PROCESS, "sh", name, str(hosts_file)]
-    _tool("ip")
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -137,8 +138,10 @@ def _first_process(name: str, hosts_file: Path) -> Iterator[int]:
             raise HostError(f"{' '.join(command[:8])}: {process.stderr.read().decode(errors='replace').strip()}")
         yield psutil.Process(process.pid).children()[0].pid
     finally:
-        process.kill()  # and with it the host's first process: --kill-child
-        process.communicate()
+        with suppress(psutil.NoSuchProcess):
+            for first in psutil.Process(process.pid).children():
+                first.kill()
+        process.communicate()  # the kernel lets the first process go when all others of the host are gone
 
 
 def _join(first: Host, second: Host) -> None:
@@ -154,7 +157,7 @@ def _join(first: Host, second: Host) -> None:
 
 
 def _tool(name: str) -> str:
-    path = shutil.which(name, path=os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin")
+    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), *TOOL_FOLDERS]))
     if path is None:
         package = _PACKAGES[name]
         raise HostError(f"`{name}` is not installed; it makes the hosts. As root: apt-get install {package}")
