@@ -100,7 +100,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         lost = self._sends.drain(DRAIN_LIMIT_S)
         if lost:
             logger.warning(
-                "group %s: destroyed with %d bytes of sends that no rank received within %g s",
+                "group %s: destroyed with %d send(s) that no rank received within %g s",
                 self.name,
                 lost,
                 DRAIN_LIMIT_S,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 
 import torch
 
 from sglang_fl.comm.types import Work
+
+logger = logging.getLogger("sglang_fl.comm")
 
 
 @dataclass
@@ -30,6 +35,7 @@ class PendingSends:
     def __init__(self, limit_bytes: int = 256 * 2**20) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self._in_flight = 0
         self._works: deque[P2PWork] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -52,16 +58,18 @@ class PendingSends:
         """Hold ``pending``, for whose payload :meth:`reserve` was called, until its work is done."""
         with self._changed:
             self._works.append(pending)
+            self._in_flight += 1
             if self._thread is None:
+                _finish_at_exit(self)
                 self._thread = threading.Thread(target=self._run, name="sglang_fl-sends", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def drain(self, limit_s: float) -> int:
-        """Wait until nothing is in flight, ``limit_s`` seconds at most; the bytes that still are, or failed."""
+        """Wait until nothing is in flight, ``limit_s`` seconds at most; how many sends still are, or failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error or not self.held_bytes, limit_s)
-            return self.held_bytes
+            self._changed.wait_for(lambda: self._error or not self._in_flight, limit_s)
+            return self._in_flight
 
     def _raise_earlier(self) -> None:
         if self._error is not None:
@@ -78,7 +86,27 @@ class PendingSends:
             with self._changed:
                 self._error = self._error or error
                 self.held_bytes -= size
+                self._in_flight -= 1
                 self._changed.notify_all()
+
+
+EXIT_LIMIT_S = 5.0
+_unfinished: weakref.WeakSet[PendingSends] = weakref.WeakSet()
+
+
+def _finish_at_exit(sends: PendingSends) -> None:
+    """A process that ends right after ``send`` has returned must not take the data along."""
+    if not _unfinished:
+        # Unlike atexit, this also runs at the end of a process that multiprocessing started.
+        Finalize(None, _drain_all, exitpriority=100)
+    _unfinished.add(sends)
+
+
+def _drain_all() -> None:
+    for sends in list(_unfinished):
+        left = sends.drain(EXIT_LIMIT_S)
+        if left:
+            logger.error("[sglang_fl] the process ends with %d send(s) that nobody received", left)
 
 
 def _wait(work: Work | None) -> BaseException | None:

@@ -47,7 +47,8 @@ class Transfers(GroupCore):
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
         """Send to ``dst`` (the next rank if left out), which must call :meth:`recv`; does not wait for it.
 
-        ``tensor`` may be changed or dropped as soon as this returns.
+        ``tensor`` may be changed or dropped as soon as this returns. Call ``destroy``, which waits for what is
+        under way, before the groups are destroyed.
         """
         self.counts["send"] += 1
         dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst

@@ -1,8 +1,9 @@
 """Point-to-point: one communicator a direction of a pair, so that neither side waits for the other's send.
 
-Each direction has a communicator of two ranks (0 sends, 1 receives), made at its first use, and a thread on the
-sending side. A library over host memory works inside the call, so the thread carries the send itself. On a device the
-thread only enqueues, on a stream of the direction's own.
+At the first transfer between two ranks, in whichever direction, a thread on each side makes both communicators of the
+pair (rank 0 sends, rank 1 receives), one after the other, and moves one byte through each: a library's connections are
+then made while nothing else waits on the device. Sends go through a thread per peer. A library over host memory works
+inside the call, so that thread carries the send itself; on a device it only enqueues, on a stream of the direction.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
+from sglang_fl.comm.backends.flagcx.types import DataType
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.types import GroupContext, Work
 
@@ -67,16 +69,32 @@ class _Job:
     future: Future[Any]
 
 
-class _SendChannel:
-    """Sends to one peer, in order, from a thread of its own; a failed one fails all that follow."""
+@dataclass(frozen=True)
+class _Direction:
+    """One direction of a pair: its communicator, and on a device its stream."""
+
+    communicator: FlagCXCommunicator
+    stream: Any
+
+
+@dataclass(frozen=True)
+class _Pair:
+    outgoing: _Direction
+    incoming: _Direction
+
+
+class _Peer:
+    """The way to one peer: the pair, made by the thread that then carries the sends in order.
+
+    A send that fails fails all that follow.
+    """
 
     def __init__(self, channels: Channels, peer: int) -> None:
         self._channels = channels
         self._peer = peer
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._communicator: FlagCXCommunicator | None = None
-        self._stream = channels.new_stream()
-        self._thread = threading.Thread(target=self._run, name=f"sglang_fl-send-{peer}", daemon=True)
+        self.pair: Future[_Pair] = Future()
+        self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: torch.Tensor, dtype: int) -> Work:
@@ -84,22 +102,26 @@ class _SendChannel:
         self._jobs.put(job)
         return SendWork(job.future)
 
-    def close(self, timeout_s: float) -> None:
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread after the sends so far; False if it does not come to its end."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
-        if self._communicator is not None and not self._thread.is_alive():
-            self._communicator.close()
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         problem: CommError | None = None
+        try:
+            self.pair.set_result(self._channels.make_pair(self._peer))
+        except CommError as error:
+            problem = error
+            self.pair.set_exception(error)
         while (job := self._jobs.get()) is not None:
             try:
                 if problem is not None:
                     raise problem
-                if self._communicator is None:
-                    self._communicator = self._channels.join(self._peer, SENDER)
+                outgoing = self.pair.result().outgoing
                 done = self._channels.transfer(
-                    self._communicator.send, RECEIVER, job.tensor, job.dtype, self._stream, job.ready
+                    outgoing.communicator.send, RECEIVER, job.tensor, job.dtype, outgoing.stream, job.ready
                 )
             except CommError as error:
                 problem = error
@@ -118,26 +140,26 @@ class Channels:
         self._context = context
         self._library = library
         self._device = None if context.device.type == "cpu" else torch.get_device_module(context.device)
-        self._senders: dict[int, _SendChannel] = {}
-        self._receivers: dict[int, tuple[FlagCXCommunicator, Any]] = {}
+        self._peers: dict[int, _Peer] = {}
 
     def send(self, tensor: torch.Tensor, dst: int, dtype: int) -> Work:
         """Start to send; ``tensor`` must stay alive and unchanged until the work is done."""
-        channel = self._senders.get(dst)
-        if channel is None:
-            channel = self._senders[dst] = _SendChannel(self, dst)
-        return channel.send(tensor, dtype)
+        return self._to(dst).send(tensor, dtype)
 
     def recv(self, tensor: torch.Tensor, src: int, dtype: int) -> Work:
         """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
-        known = self._receivers.get(src)
-        if known is None:
-            known = self._receivers[src] = (self.join(src, RECEIVER), self.new_stream())
-        communicator, stream = known
-        done = self.transfer(communicator.recv, SENDER, tensor, dtype, stream, self.event_here())
+        incoming = self._to(src).pair.result().incoming
+        ready = self.event_here()
+        done = self.transfer(incoming.communicator.recv, SENDER, tensor, dtype, incoming.stream, ready)
         if done is not None:
             done.wait()
         return DoneWork()
+
+    def _to(self, peer: int) -> _Peer:
+        found = self._peers.get(peer)
+        if found is None:
+            found = self._peers[peer] = _Peer(self, peer)
+        return found
 
     def new_stream(self) -> Any:
         """A stream of the group's device; None for host memory."""
@@ -154,23 +176,35 @@ class Channels:
         if self._device is None:
             call(tensor.data_ptr(), tensor.numel(), dtype, peer)
             return None
-        self._device.set_device(self._context.device)
+        self._device.set_device(self._context.device)  # this may be a new thread
         stream.wait_event(ready)
         call(tensor.data_ptr(), tensor.numel(), dtype, peer, raw_stream(stream))
         tensor.record_stream(stream)
         return stream.record_event()
 
-    def join(self, peer: int, role: int) -> FlagCXCommunicator:
-        """Make the communicator of one direction; the sending side makes the id, the other receives it.
+    def make_pair(self, peer: int) -> _Pair:
+        """Make both directions with ``peer``, which does the same, the one from the lower rank first.
 
         Raises:
             CommError: the peer did not come within the group's time limit.
         """
+        upwards = SENDER if self._context.rank < peer else RECEIVER
+        made = {role: self._make_direction(peer, role) for role in (upwards, 1 - upwards)}
+        return _Pair(outgoing=made[SENDER], incoming=made[RECEIVER])
+
+    def _make_direction(self, peer: int, role: int) -> _Direction:
         context = self._context
         unique_id = self._library.unique_id(context.timeout_s) if role == SENDER else b""
         unique_id = self._hand_over(unique_id, peer, role)
         device = None if self._device is None else context.device.index
-        return FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s, device)
+        communicator = FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s, device)
+        direction = _Direction(communicator, self.new_stream())
+        probe = torch.zeros(1, dtype=torch.uint8, device=context.device)
+        call = communicator.send if role == SENDER else communicator.recv
+        done = self.transfer(call, 1 - role, probe, int(DataType.UINT8), direction.stream, self.event_here())
+        if done is not None:
+            done.synchronize()
+        return direction
 
     def _hand_over(self, unique_id: bytes, peer: int, role: int) -> bytes:
         context = self._context
@@ -194,13 +228,17 @@ class Channels:
             ) from error
 
     def close(self) -> None:
-        """Wait briefly for sends under way, then close every channel."""
-        for channel in self._senders.values():
-            channel.close(self.close_limit_s)
-        for communicator, _ in self._receivers.values():
-            communicator.close()
-        self._senders.clear()
-        self._receivers.clear()
+        """Wait briefly for sends under way, then close every pair, in the same order on both of its sides."""
+        context = self._context
+        for peer, known in sorted(self._peers.items(), key=lambda item: sorted((item[0], context.rank))):
+            ended = known.stop(self.close_limit_s)
+            if not ended or known.pair.exception() is not None:
+                continue  # a thread that is stuck in the library keeps what it uses
+            pair = known.pair.result()
+            upwards = (pair.outgoing, pair.incoming) if context.rank < peer else (pair.incoming, pair.outgoing)
+            for direction in upwards:
+                direction.communicator.close()
+        self._peers.clear()
 
 
 def raw_stream(stream: Any) -> int:

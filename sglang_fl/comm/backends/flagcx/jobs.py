@@ -49,7 +49,6 @@ class Job:
             if left_s <= 0:
                 raise TimeLimitError
 
-
     def message(self) -> str:
         """What the library said of a result that is not 0; empty where it says nothing of use."""
         text = self._native.ffi.new("char[]", _MESSAGE_BYTES)
