@@ -1,4 +1,4 @@
-"""The plugin in a real server at tp=2: time in our hooks, decode steps and readiness beside SGLang alone."""
+"""The plugin in a real server at tp=2: hooks, decode steps and readiness beside SGLang alone; hostcx beside torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.bench_binding import hostcx
 from benchmarks.figures import Bar, Figure, Kind, alternate
 from sglang_fl.testing.server import Server
 from sglang_fl.testing.tiny_model import DEFAULT_PROMPTS, write_tiny_model
@@ -31,11 +32,16 @@ NATIVE = {"SGLANG_PLUGINS": "__none__"}
 
 
 def run() -> list[Figure]:
-    """Three figures; each server is stopped while another is measured."""
+    """Four figures; each server is stopped while another is measured."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = write_tiny_model(folder / "model")
-        return [_hook_share(model, folder), _decode_step(model, folder), _ready(model, folder)]
+        return [
+            _hook_share(model, folder),
+            _decode_step(model, folder),
+            _collectives(model, folder),
+            _ready(model, folder),
+        ]
 
 
 def _hook_share(model: Path, folder: Path) -> Figure:
@@ -60,12 +66,59 @@ def _hook_share(model: Path, folder: Path) -> Figure:
 
 
 def _own_ns(audit: Path) -> dict[str, int]:
-    """Nanoseconds in our hooks less those in the transports, by rank; waits until the audit has been written."""
+    """Nanoseconds in our hooks less those in the transports, by rank."""
+    return {name: clock["hooks_ns"] - clock["transports_ns"] for name, clock in _clocks(audit).items()}
+
+
+def _clocks(audit: Path) -> dict[str, dict[str, int]]:
+    """Each rank's clock; waits until the audit has been written."""
     time.sleep(AUDIT_WAIT_S)
     clocks = {path.name: json.loads(path.read_text())["clock"] for path in audit.parent.glob(f"{audit.name}*")}
     if len(clocks) != 2:
         raise RuntimeError(f"2 scheduler processes were to write {audit}*, found {sorted(clocks)}")
-    return {name: clock["hooks_ns"] - clock["transports_ns"] for name, clock in clocks.items()}
+    return clocks
+
+
+def _collectives(model: Path, folder: Path) -> Figure:
+    audits = {name: folder / f"audit-{name}.json" for name in ("flagcx", "torch")}
+    environments = {
+        name: {
+            "SGLANG_FL_DIST_BACKEND": name,
+            "FLAGCX_PATH": str(hostcx()),
+            "HOSTCX_QUIET": "1",
+            "SGLANG_FL_COMM_AUDIT": str(audit),
+        }
+        for name, audit in audits.items()
+    }
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(Server(model, folder, tp=2, environment=environment))
+            for name, environment in environments.items()
+        }
+        for server in servers.values():
+            server.generate(PROMPT, STEPS)
+
+        def per_step_us(name: str) -> float:
+            other = servers["torch" if name == "flagcx" else "flagcx"]
+            with _stopped(other):
+                before = _clocks(audits[name])
+                servers[name].generate(PROMPT, STEPS)
+                after = _clocks(audits[name])
+            # The faster rank of a step waits for the slower one; the sum over the ranks is what a step costs.
+            total = sum(after[rank]["transports_ns"] - before[rank]["transports_ns"] for rank in after)
+            return total / 1e3 / STEPS / len(after)
+
+        samples = alternate(
+            {"flagcx": lambda: per_step_us("flagcx"), "torch": lambda: per_step_us("torch")}, DECODE_ROUNDS, 1
+        )
+    return Figure(
+        "time in collectives per decode step at tp=2, FlagCX's API on hostcx, mean of both ranks",
+        "us",
+        samples["flagcx"],
+        samples["torch"],
+        "torch.distributed (gloo)",
+        Bar.ratio_at_most(1.0),
+    )
 
 
 def _decode_step(model: Path, folder: Path) -> Figure:
