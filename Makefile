@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := setup.py $(wildcard native_bindings/*.py native_bindings/*/* csrc/flagcx_shim/* csrc/include/*)
 
-.PHONY: setup demo test check lint typecheck pytest hostcx sanitize bench clean
+.PHONY: setup demo test check lint typecheck pytest test-random hostcx sanitize bench clean
 
 setup: $(VENV)/.installed hostcx
 
@@ -53,11 +53,24 @@ typecheck: setup
 	$(call say,mypy)
 	$(BIN)/mypy
 
-pytest: setup
+pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: unit, native, distributed)
 	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
-	$(call say,tests that start real SGLang servers)
-	$(BIN)/python -m pytest tests/e2e --complete
+	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
+	$(BIN)/python -m pytest tests/e2e tests/multinode --complete
+
+# The two hosts are made with ip, which needs root.
+$(VENV)/.network-tools: | $(VENV)/.requirements
+	@command -v ip >/dev/null || { echo '== ip is missing: installing iproute2'; apt-get update -qq && apt-get install -y -qq iproute2; } \
+		|| { echo 'the tests of two hosts need the command ip: install the package iproute2'; exit 1; }
+	@touch $@
+
+# All of the randomised test, of which make test runs a tenth.
+test-random: setup
+	$(call say,10000 random calls at each of 2 to 4 ranks on each backend)
+	for ranks in 2 3 4; do for backend in torch flagcx; do \
+		$(BIN)/python -m tests.distributed.random_calls --ranks $$ranks --backend $$backend --calls 10000 || exit 1; \
+	done; done
 
 sanitize:
 	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT=$(CURDIR)/build/sanitize
