@@ -54,7 +54,7 @@ typecheck: setup
 	$(BIN)/mypy
 
 pytest: setup $(VENV)/.network-tools
-	$(call say,tests in processes of their own: unit, native, distributed)
+	$(call say,tests in processes of their own: units and the native part and collectives)
 	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
 	$(BIN)/python -m pytest tests/e2e tests/multinode --complete
