@@ -6,6 +6,8 @@
 #   valgrind   processes   memcheck
 #   thread     threads     thread sanitizer: it does not see races between processes
 
+# Warnings are errors here, where developers and CI build, and not for users with another compiler.
+
 TEST_SOURCES := tests/driver.c tests/support.c $(wildcard tests/walk_*.c)
 TEST_HEADERS := $(wildcard tests/*.h)
 TOOLS := plain address valgrind thread
@@ -53,11 +55,11 @@ PLANTED_SOURCES := collectives.c steps.c
 define tool_rules
 $(OUT)/$(1)/%.o: %.c $$(HEADERS) $$(TEST_HEADERS) Makefile sanitize.mk
 	@mkdir -p $$(@D)
-	@$$(CC) $$(COMMON) $$(NUMBERS) $$(TOOL_FLAGS_$(1)) -c -o $$@ $$<
+	@$$(CC) $$(COMMON) -Werror $$(NUMBERS) $$(TOOL_FLAGS_$(1)) -c -o $$@ $$<
 
 $(OUT)/$(1)/reduce_kernels_%.o: reduce_kernels.c $$(HEADERS) Makefile sanitize.mk
 	@mkdir -p $$(@D)
-	@$$(CC) $$(COMMON) $$(NUMBERS) $$(TOOL_FLAGS_$(1)) $$(KERNEL_FLAGS_$$*) -DREDUCTIONS=reductions_$$* -c -o $$@ $$<
+	@$$(CC) $$(COMMON) -Werror $$(NUMBERS) $$(TOOL_FLAGS_$(1)) $$(KERNEL_FLAGS_$$*) -DREDUCTIONS=reductions_$$* -c -o $$@ $$<
 
 OBJECTS_$(1) := $$(SOURCES:%.c=$(OUT)/$(1)/%.o) $$(TEST_SOURCES:%.c=$(OUT)/$(1)/%.o) \
                 $$(KERNELS:%=$(OUT)/$(1)/reduce_kernels_%.o)
@@ -69,7 +71,7 @@ endef
 define fault_rules
 $(OUT)/planted_$(1)/%.o: %.c $$(HEADERS) Makefile sanitize.mk
 	@mkdir -p $$(@D)
-	@$$(CC) $$(COMMON) $$(NUMBERS) $$(TOOL_FLAGS_$$(FAULT_TOOL_$(1))) $$(FAULT_FLAG_$(1)) -c -o $$@ $$<
+	@$$(CC) $$(COMMON) -Werror $$(NUMBERS) $$(TOOL_FLAGS_$$(FAULT_TOOL_$(1))) $$(FAULT_FLAG_$(1)) -c -o $$@ $$<
 
 $(OUT)/planted_$(1)/driver: $$(PLANTED_SOURCES:%.c=$(OUT)/planted_$(1)/%.o) \
   $$(filter-out $$(PLANTED_SOURCES:%.c=$(OUT)/$$(FAULT_TOOL_$(1))/%.o),$$(OBJECTS_$$(FAULT_TOOL_$(1))))

@@ -77,8 +77,8 @@ static flagcxResult_t await_finished(struct communicator *c, int rank, uint64_t 
     if (result != flagcxSuccess)
         return result;
     uint64_t finished = atomic_load(&slot_of(c, rank)->finished);
-    /* A rank cannot be further than the stages of those before it allow. */
-    if (finished < peer->finished || finished > c->step + STAGES)
+    /* It must be what was waited for, and no rank can be further than this rank's own stages allow. */
+    if (finished < steps || finished > c->step + STAGES)
         return damaged(c, rank, "finished", finished);
     peer->finished = finished;
     return flagcxSuccess;
@@ -128,7 +128,7 @@ flagcxResult_t step_await(struct communicator *c, int rank, uint64_t signature, 
         if (result != flagcxSuccess)
             return result;
         uint64_t posted = atomic_load_explicit(&slot_of(c, rank)->posted, PUBLISHING_ORDER);
-        if (posted < peer->posted || posted > c->step + STAGES)
+        if (posted <= c->step || posted > c->step + STAGES)
             return damaged(c, rank, "posted", posted);
         peer->posted = posted;
     }

@@ -49,10 +49,11 @@ void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, I
 int64_t longest_spin_for(int nranks)
 {
     cpu_set_t cpus;
-    if (sched_getaffinity(0, sizeof cpus, &cpus) != 0)
-        return 0;
+    /* Fails where a machine may have more processors than the set has room for. */
+    bool is_known = sched_getaffinity(0, sizeof cpus, &cpus) == 0;
+    long processors = is_known ? CPU_COUNT(&cpus) : sysconf(_SC_NPROCESSORS_ONLN);
     /* With more ranks than processors a spinning rank keeps away the one that it waits for. */
-    return nranks <= CPU_COUNT(&cpus) ? LONGEST_SPIN_NANOSECONDS : 0;
+    return nranks <= processors ? LONGEST_SPIN_NANOSECONDS : 0;
 }
 
 static void ring_doorbell(struct rank_slot *slot)
