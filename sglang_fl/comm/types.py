@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from sglang_fl.selection import Availability, Kind
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+LATE_LIMIT_S = 2.0
 
 
 class Operation(str, Enum):
@@ -96,11 +99,17 @@ class GroupContext:
         _get_default_store().set(self._key(stage, self.ranks[self.rank]), "here")
 
     def _missing(self, stage: str) -> list[int]:
+        """Ranks that have not come; those that are only late, while one is gone, get a moment to come."""
         from torch.distributed.distributed_c10d import _get_default_store
 
+        deadline_s = time.monotonic() + min(LATE_LIMIT_S, self.timeout_s)
         try:
             store = _get_default_store()
-            return [rank for rank in self.ranks if not store.check([self._key(stage, rank)])]
+            while True:
+                missing = [rank for rank in self.ranks if not store.check([self._key(stage, rank)])]
+                if not missing or time.monotonic() > deadline_s:
+                    return missing
+                time.sleep(0.05)
         except RuntimeError:
             return []  # the store went with the process that held it
 
