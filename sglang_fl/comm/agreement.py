@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.routes import routed
 from sglang_fl.comm.types import Backend, GroupContext, Transport
@@ -53,28 +54,30 @@ def agree(
 
     Probing is local, choosing is common: the first candidate in the policy's order that is usable on every
     rank. One whose creation fails anywhere is given up everywhere and the next is tried, unless ``policy``
-    is strict. Kinds in ``native_kinds`` are only chosen, not created: the caller has methods of its own.
+    is strict. A backend that only some ranks have is passed over on all. Native backends of a kind in
+    ``native_kinds`` are only chosen, not created: the caller has methods of its own.
 
     Raises:
         AgreementError: the ranks' policies differ, nothing works on all of them, or strict mode forbids
             what does; the same text on every rank.
     """
-    local = _local_selection(context, backends, policy)
+    local = _local_view(context, backends, policy)
     views = context.exchange("announce candidates", local)
     _same_settings(context, views)
+    order = _common_order(views)
     passed: list[PassedOver] = []
-    for name in local.order:
-        reason = _first_refusal(context, [view.reasons[name] for view in views])
+    for name in order:
+        reason = _first_refusal(context, [view.refusal(name) for view in views])
         if reason is None:
             backend = backends[name]
-            if backend.kind in native_kinds:
-                _tell(context, policy, backend, passed)
-                return _agreed(context, backend, None, passed, local)
+            if backend.is_native and backend.kind in native_kinds:
+                _tell(context, local, backend, passed)
+                return _agreed(context, backend, None, passed, _others(order, backends, local))
             transport, reason = _create_everywhere(context, backend)
             if transport is not None:
                 transport = routed(context, transport, TorchTransport("torch", context))
-                _tell(context, policy, backend, passed)
-                return _agreed(context, backend, transport, passed, local)
+                _tell(context, local, backend, passed)
+                return _agreed(context, backend, transport, passed, _others(order, backends, local))
         passed.append(PassedOver(name, reason or ""))
         if policy.strict:
             break
@@ -88,43 +91,73 @@ def agree(
 
 @dataclass(frozen=True)
 class _View:
-    """One rank's candidates in order, with the reason of each that it cannot use (empty: it can)."""
+    """One rank's candidates.
+
+    Attributes:
+        strict: whether only the first choice will do.
+        named: the policy's tokens in order, each with the backends of this rank that it names.
+        reasons: why each of them cannot be used here; empty if it can.
+        failures: what did not register on this rank, with the reason.
+    """
 
     strict: bool
-    order: tuple[str, ...]
+    named: Mapping[str, tuple[str, ...]]
     reasons: Mapping[str, str]
-    unnamed: tuple[PassedOver, ...]
+    failures: Mapping[str, str]
+
+    def refusal(self, name: str) -> str:
+        """Why this rank cannot use ``name``; empty if it can."""
+        if name in self.reasons:
+            return self.reasons[name]
+        failures = "".join(f"; {source} did not register: {text}" for source, text in self.failures.items())
+        return f"no backend {name} is installed{failures}"
 
 
-def _local_selection(context: GroupContext, backends: Mapping[str, Backend], policy: Policy) -> _View:
-    def refusal(backend: Backend, candidate: Candidate) -> str:
-        availability = backend.probe(context)
-        return policy.refusal(candidate) or ("" if availability.available else availability.reason)
-
+def _local_view(context: GroupContext, backends: Mapping[str, Backend], policy: Policy) -> _View:
     candidates = {
         backend.name: Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
         for backend in backends.values()
     }
-    # Ranked without probing and without vendor rules, so that the order is the same on every rank.
-    order_only = Policy(policy.prefer, policy.per_item)
+
+    def refusal(name: str) -> str:
+        forbidden = policy.refusal(candidates[name])
+        if forbidden:
+            return forbidden
+        availability = backends[name].probe(context)
+        return "" if availability.available else availability.reason
+
+    named = {token: _named_by(token, candidates.values()) for token in policy.tokens(ITEM)}
+    reasons = {name: refusal(name) for names in named.values() for name in names}
+    failures = {source: text.splitlines()[0] for source, text in discover_backends().failures.items()}
+    return _View(policy.strict, named, reasons, failures)
+
+
+def _named_by(token: str, candidates: Iterable[Candidate]) -> tuple[str, ...]:
     try:
-        ranked = select(ITEM, candidates.values(), order_only)
-    except SelectionError as error:
-        raise AgreementError(f"group {context.name}: {error}") from error
-    order = tuple(candidate.impl_id for candidate in ranked.usable)
-    reasons = {name: refusal(backends[name], candidates[name]) for name in order}
-    unnamed = tuple(entry for entry in ranked.passed_over if entry.impl_id not in order)
-    return _View(policy.strict, order, reasons, unnamed)
+        selection = select(ITEM, candidates, Policy(per_item={ITEM: (token,)}))
+    except SelectionError:
+        return ()
+    return tuple(candidate.impl_id for candidate in selection.usable)
+
+
+def _common_order(views: Sequence[_View]) -> tuple[str, ...]:
+    """Every backend that the order names on any rank; also a name in it that no rank has, so that it is missed."""
+    kinds = {kind.value for kind in Kind}
+    order: dict[str, None] = {}
+    for token in views[0].named:
+        names = sorted({name for view in views for name in view.named[token]})
+        order.update(dict.fromkeys(names or ([] if token in kinds else [token])))
+    return tuple(order)
 
 
 def _same_settings(context: GroupContext, views: Sequence[_View]) -> None:
     for rank, view in enumerate(views):
-        if view.order != views[0].order:
+        if list(view.named) != list(views[0].named):
             raise AgreementError(
                 f"group {context.name}: the ranks' settings order the backends differently: global rank "
-                f"{context.ranks[0]} has {', '.join(views[0].order)}; global rank {context.ranks[rank]} has "
-                f"{', '.join(view.order)}. Give every node the same SGLANG_FL_DIST_BACKEND, FLAGCX_PATH and "
-                f"SGLANG_FL_CONFIG, and the same installed backends."
+                f"{context.ranks[0]} has {', '.join(views[0].named)}; global rank {context.ranks[rank]} has "
+                f"{', '.join(view.named)}. Give every node the same SGLANG_FL_DIST_BACKEND, FLAGCX_PATH, "
+                f"SGLANG_FL_PER_OP, SGLANG_FL_PREFER and SGLANG_FL_CONFIG."
             )
         if view.strict != views[0].strict:
             modes = {True: "strict mode", False: "no strict mode"}
@@ -135,12 +168,12 @@ def _same_settings(context: GroupContext, views: Sequence[_View]) -> None:
             )
 
 
-def _tell(context: GroupContext, policy: Policy, chosen: Backend, passed: Sequence[PassedOver]) -> None:
+def _tell(context: GroupContext, local: _View, chosen: Backend, passed: Sequence[PassedOver]) -> None:
     """Say once for the group what was passed over: aloud if it was asked for by name or failed on some ranks only."""
     if context.rank or not passed:
         return
-    order = policy.per_item.get(ITEM, ())
-    asked_for = bool(order) and passed[0].impl_id == order[0]
+    first = next(iter(local.named))
+    asked_for = first not in {kind.value for kind in Kind}
     aloud = asked_for or any(not entry.reason.startswith(_ALL_RANKS) for entry in passed)
     reasons = "; ".join(f"{entry.impl_id}: {entry.reason}" for entry in passed)
     level = logging.WARNING if aloud else logging.INFO
@@ -174,21 +207,31 @@ def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpo
     return None, f"creation failed on {reason}"
 
 
+def _others(order: Sequence[str], backends: Mapping[str, Backend], local: _View) -> list[PassedOver]:
+    """Every candidate of this rank and why it is not used; an empty reason: it could be."""
+    tokens = ", ".join(local.named)
+    return [
+        *(PassedOver(name, local.refusal(name)) for name in order),
+        *(PassedOver(name, f"not named by the order {tokens}") for name in backends if name not in order),
+        *(PassedOver(source, f"did not register: {text}") for source, text in local.failures.items()),
+    ]
+
+
 def _agreed(
     context: GroupContext,
     backend: Backend,
     transport: Transport | None,
     passed: list[PassedOver],
-    local: _View,
+    others: list[PassedOver],
 ) -> Agreed:
     considered = {entry.impl_id for entry in passed} | {backend.name}
     later = [
-        PassedOver(name, local.reasons[name] or f"{backend.name} comes first")
-        for name in local.order
-        if name not in considered
+        PassedOver(entry.impl_id, entry.reason or f"{backend.name} comes first")
+        for entry in others
+        if entry.impl_id not in considered
     ]
     candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
-    selection = Selection(context.name, candidate, (candidate,), (*passed, *later, *local.unnamed))
+    selection = Selection(context.name, candidate, (candidate,), (*passed, *later))
     return Agreed(backend, transport, selection, tuple(passed))
 
 

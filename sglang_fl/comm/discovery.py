@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 from sglang_fl.comm import backends as backends_package
 from sglang_fl.comm.types import BackendRegistry
 from sglang_fl.selection import discover_entry_points, discover_folders
 
+logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "sglang_fl.comm"
 
 
@@ -18,10 +20,12 @@ def discover_backends() -> BackendRegistry:
     found = discover_folders(backends_package, "register_comm", "register_comm")
     for discovered in [*found, *discover_entry_points(ENTRY_POINT_GROUP)]:
         if discovered.register is None:
-            registry.failures[discovered.name] = discovered.error
+            registry.failures[discovered.name] = f"{discovered.origin}: {discovered.error}"
             continue
         try:
             discovered.register(registry)
         except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             registry.failures[discovered.name] = f"{discovered.origin}: {type(error).__name__}: {error}"
+    for name, text in registry.failures.items():
+        logger.warning("communication backend %s is left out, it did not register: %s", name, text)
     return registry

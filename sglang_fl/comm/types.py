@@ -209,11 +209,19 @@ class Transport(ABC):
 
 
 class Backend(ABC):
-    """A way to carry collectives; stateless, one object a process."""
+    """A way to carry collectives; stateless, one object a process.
+
+    Attributes:
+        name: unique; in reports.
+        kind: which of the three.
+        vendor: of kind VENDOR, the canonical name in lower case; in allow, deny and per-operator settings.
+        is_native: a caller whose own methods run on the same library, as SGLang's on NCCL, may keep those instead.
+    """
 
     name: str
     kind: Kind
     vendor: str = ""
+    is_native: bool = False
 
     @abstractmethod
     def probe(self, context: GroupContext) -> Availability:

@@ -110,11 +110,15 @@ class TorchBackend(Backend):
     """torch.distributed over the group that the caller made."""
 
     def __init__(self, name: str, kind: Kind, vendor: str = "", c10d_backend: str | None = None) -> None:
-        """``c10d_backend``: the only c10d backend that will do, such as ``nccl``; None takes any."""
+        """``c10d_backend``: the only c10d backend that will do, such as ``nccl``; None takes any.
+
+        SGLang's own methods run on the same one, so inside it they may stay.
+        """
         self.name = name
         self.kind = kind
         self.vendor = vendor
         self._c10d_backend = c10d_backend
+        self.is_native = c10d_backend is not None
 
     def probe(self, context: GroupContext) -> Availability:
         """Available if the group runs on the wanted c10d backend."""
