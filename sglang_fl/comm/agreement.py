@@ -25,6 +25,18 @@ from sglang_fl.selection import (
 ITEM = "communicator"
 logger = logging.getLogger(__name__)
 _ALL_RANKS = "all ranks"
+# What code of other distributions may raise without taking its neighbours, or the other ranks' time, with it.
+BACKEND_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,10 @@ def _local_view(context: GroupContext, backends: Mapping[str, Backend], policy: 
         forbidden = policy.refusal(candidates[name])
         if forbidden:
             return forbidden
-        availability = backends[name].probe(context)
+        try:
+            availability = backends[name].probe(context)
+        except BACKEND_ERRORS as error:
+            return f"its probe raised {type(error).__name__}: {error}"
         return "" if availability.available else availability.reason
 
     named = {token: _named_by(token, candidates.values()) for token in policy.tokens(ITEM)}
@@ -198,6 +213,8 @@ def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpo
         raise  # a rank is missing: no other backend would find it, and the next step would blame those that left
     except CommError as error:
         problem = str(error)
+    except BACKEND_ERRORS as error:
+        problem = f"{type(error).__name__}: {error}"
     problems = context.exchange(f"create {backend.name}", problem)
     reason = _first_refusal(context, problems)
     if reason is None:
