@@ -84,23 +84,40 @@ class _Pair:
 
 
 class _Peer:
-    """The way to one peer: the pair, made by the thread that then carries the sends in order.
+    """The way to one peer: the pair, made by a thread, which then carries the sends in order.
 
-    A send that fails fails all that follow.
+    On a device the thread only carries what was sent before the pair was made; afterwards the caller enqueues
+    itself. A send that fails fails all that follow.
     """
 
     def __init__(self, channels: Channels, peer: int) -> None:
         self._channels = channels
         self._peer = peer
+        self._last: Future[Any] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._problem: CommError | None = None
         self.pair: Future[_Pair] = Future()
         self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
         self._thread.start()
 
     def send(self, tensor: torch.Tensor, dtype: int) -> Work:
         job = _Job(tensor, dtype, self._channels.event_here(), Future())
-        self._jobs.put(job)
+        if self._channels.enqueues and self.is_idle():
+            self._carry(job)
+        else:
+            self._jobs.put(job)
+        self._last = job.future
         return SendWork(job.future)
+
+    def is_idle(self) -> bool:
+        """Whether the pair is made and every send so far has been carried or enqueued."""
+        return self.pair.done() and (self._last is None or self._last.done())
+
+    def settle(self) -> None:
+        """Wait until it is idle; what failed is told by the works."""
+        self.pair.exception()
+        if self._last is not None:
+            self._last.exception()
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread after the sends so far; False if it does not come to its end."""
@@ -109,26 +126,28 @@ class _Peer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        problem: CommError | None = None
         try:
             self.pair.set_result(self._channels.make_pair(self._peer))
         except CommError as error:
-            problem = error
+            self._problem = error
             self.pair.set_exception(error)
         while (job := self._jobs.get()) is not None:
-            try:
-                if problem is not None:
-                    raise problem
-                outgoing = self.pair.result().outgoing
-                done = self._channels.transfer(
-                    outgoing.communicator.send, RECEIVER, job.tensor, job.dtype, outgoing.stream, job.ready
-                )
-            except CommError as error:
-                problem = error
-                job.future.set_exception(error)
-            else:
-                job.future.set_result(done)
+            self._carry(job)
             del job
+
+    def _carry(self, job: _Job) -> None:
+        try:
+            if self._problem is not None:
+                raise self._problem
+            outgoing = self.pair.result().outgoing
+            done = self._channels.transfer(
+                outgoing.communicator.send, RECEIVER, job.tensor, job.dtype, outgoing.stream, job.ready
+            )
+        except CommError as error:
+            self._problem = error
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(done)
 
 
 class Channels:
@@ -142,6 +161,11 @@ class Channels:
         self._device = None if context.device.type == "cpu" else torch.get_device_module(context.device)
         self._peers: dict[int, _Peer] = {}
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether the library's calls enqueue on a stream instead of doing the transfer."""
+        return self._device is not None
+
     def send(self, tensor: torch.Tensor, dst: int, dtype: int) -> Work:
         """Start to send; ``tensor`` must stay alive and unchanged until the work is done."""
         return self._to(dst).send(tensor, dtype)
@@ -149,6 +173,10 @@ class Channels:
     def recv(self, tensor: torch.Tensor, src: int, dtype: int) -> Work:
         """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
         incoming = self._to(src).pair.result().incoming
+        if self.enqueues:
+            # What waits on the device from here on must not hold up a connection or a send that it depends on.
+            for peer in self._peers.values():
+                peer.settle()
         ready = self.event_here()
         done = self.transfer(incoming.communicator.recv, SENDER, tensor, dtype, incoming.stream, ready)
         if done is not None:

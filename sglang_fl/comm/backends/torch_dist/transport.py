@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -32,6 +35,7 @@ class TorchTransport(Transport):
         On a device both directions of a pair in one group wait for each other when both sides send first.
         """
         self.name = name
+        self._batches = backwards is not None
         self._backwards = backwards or context.device_group
         self._rank = context.rank
         self.capabilities = Capabilities(
@@ -86,15 +90,20 @@ class TorchTransport(Transport):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        work = dist.isend(tensor, self._ranks[dst], group=self._direction(self._rank, dst))
-        assert work is not None  # None only for a rank outside the group
-        return work
+        return self._transfer(dist.isend, tensor, dst, self._direction(self._rank, dst))
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        work = dist.irecv(tensor, self._ranks[src], group=self._direction(src, self._rank))
-        assert work is not None
-        return work
+        return self._transfer(dist.irecv, tensor, src, self._direction(src, self._rank))
+
+    def _transfer(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Work:
+        if self._batches:
+            # Outside a batch NCCL makes a communicator per pair at first use, which waits for the peer on the host.
+            work: Work = dist.batch_isend_irecv([dist.P2POp(call, tensor, self._ranks[peer], group)])[0]
+            return work
+        started: Work | None = call(tensor, self._ranks[peer], group=group)
+        assert started is not None  # None only for a rank outside the group
+        return started
 
     def _direction(self, src: int, dst: int) -> dist.ProcessGroup:
         return self._group if src < dst else self._backwards
@@ -138,4 +147,6 @@ class TorchBackend(Backend):
         backwards = dist.new_group(
             list(context.ranks), backend=dist.get_backend(context.device_group), use_local_synchronization=True
         )
+        for group in (context.device_group, backwards):  # makes their communicators while all ranks are here
+            dist.all_reduce(torch.zeros(1, device=context.device), group=group)
         return TorchTransport(self.name, context, backwards)
