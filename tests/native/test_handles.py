@@ -53,7 +53,7 @@ LIBRARY_VALUES = {
     "uses_device_handle_init": 0,
     "has_symbol": 0,
 }
-JOB_VALUES = {"job_wait": 0, "job_unique_id": 0, "job_communicator": FFI.NULL, "job_release": None}
+JOB_VALUES = {"job_wait": 0, "job_unique_id": 0, "job_communicator": FFI.NULL, "job_release": None, "job_message": None}
 EXPECTED = {COMMUNICATOR: COMMUNICATOR_VALUES, LIBRARY: LIBRARY_VALUES, JOB: JOB_VALUES}
 
 
