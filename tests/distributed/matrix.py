@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -100,10 +100,6 @@ class Case:
         shape = self.shape if shape is None else shape
         count = torch.Size(shape).numel()
         return ((torch.arange(count, dtype=torch.int64) * 3 + rank * 5 + self.salt) % 7 + 1).to(torch.int16).view(shape)
-
-    def with_shape(self, shape: Shape) -> Case:
-        """The same case of another shape."""
-        return replace(self, shape=shape)
 
 
 def cases(dtypes: Sequence[torch.dtype], minimum_dimensions: int = 0) -> Iterator[Case]:

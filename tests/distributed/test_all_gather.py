@@ -11,7 +11,6 @@ from tests.distributed.groups import over_groups, over_world, world
 from tests.distributed.matrix import (
     DTYPES,
     Case,
-    Layout,
     blank,
     cases,
     few_cases,
@@ -96,9 +95,3 @@ def test_wrong_arguments_are_named(backend: dict[str, str]) -> None:
     """Given a dimension that is not there or a list of another length, when gathered, then all ranks get a
     ValueError with what was found, and the next call pairs."""
     run_ranks(_wrong, 2, env=backend)
-
-
-def test_a_transposed_output_is_a_test_of_its_own() -> None:
-    """Given the layouts of the lists, when three ranks gather, then not all outputs are contiguous."""
-    assert not blank((4, 3), torch.float32, layouts_of(2)[1]).is_contiguous()
-    assert layouts_of(2)[:3] == [Layout.CONTIGUOUS, Layout.STRIDED, Layout.TRANSPOSED]

@@ -12,7 +12,6 @@ from tests.distributed.matrix import (
     DTYPES,
     LARGE_DTYPES,
     Case,
-    Layout,
     blank,
     cases,
     few_cases,
@@ -84,8 +83,3 @@ def test_wrong_sizes_are_named(backend: dict[str, str]) -> None:
     """Given an output of another size or dtype, when gathered, then all ranks get a ValueError with both sizes, and
     the next call pairs."""
     run_ranks(_wrong, 2, env=backend)
-
-
-def test_in_place_covers_strided_outputs() -> None:
-    """Given a strided output, when this rank's block is taken, then it is strided as well: staged on both sides."""
-    assert not blank((2, 4, 3), torch.float32, Layout.TRANSPOSED)[1].is_contiguous()
