@@ -44,7 +44,9 @@ _SUMMED_BY_BOTH = frozenset(
 )
 SUMMED = {"torch": _SUMMED_BY_BOTH, "flagcx": _SUMMED_BY_BOTH | {torch.uint32, torch.uint64}}
 
-SHAPES: list[Shape] = [(), (1,), (7,), (4, 3), (2, 3, 5), (0, 4), (33, 65)]
+SHAPES: Sequence[Shape] = [(), (1,), (7,), (4, 3), (2, 3, 5), (0, 4), (33, 65)]
+# Where only the shape of a row counts.
+ROWS: Sequence[Shape] = [(1,), (1, 3), (1, 3, 5), (1, 65)]
 
 _GUARD = 0x5A
 # Types that take any bits: a bool tensor would turn the pattern into 1.
@@ -102,12 +104,14 @@ class Case:
         return ((torch.arange(count, dtype=torch.int64) * 3 + rank * 5 + self.salt) % 7 + 1).to(torch.int16).view(shape)
 
 
-def cases(dtypes: Sequence[torch.dtype], minimum_dimensions: int = 0) -> Iterator[Case]:
+def cases(
+    dtypes: Sequence[torch.dtype], minimum_dimensions: int = 0, shapes: Sequence[Shape] = SHAPES
+) -> Iterator[Case]:
     """Every dtype in every shape and layout; a large one in two dtypes and layouts."""
     entries = [
         (dtype, shape, layout)
         for dtype in dtypes
-        for shape in SHAPES
+        for shape in shapes
         if len(shape) >= minimum_dimensions
         for layout in layouts_of(len(shape))
     ]

@@ -8,7 +8,7 @@ import torch
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.distributed.groups import over_groups, over_world, world
-from tests.distributed.matrix import DTYPES, Case, cases, few_cases, place, same
+from tests.distributed.matrix import DTYPES, ROWS, Case, cases, few_cases, place, same
 
 # Rows of each rank of up to four; the first is case 9's.
 SIZES = ([2, 0, 3, 1], [0, 4, 0, 2], [3, 3, 3, 3])
@@ -41,7 +41,7 @@ def _even(communicator: CommunicatorFL, case: Case) -> None:
 def test_uneven_rows(world_size: int, backend: dict[str, str]) -> None:
     """Cases 9 and 10. Given uneven sizes, ranks without rows among them, rows of any dimension, dtype and layout,
     when all ranks gather a tensor and a list, then the result is a list with one concatenated tensor per input."""
-    run_ranks(over_world, world_size, _check, cases(DTYPES, minimum_dimensions=1), env=backend)
+    run_ranks(over_world, world_size, _check, cases(DTYPES, shapes=ROWS), env=backend)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

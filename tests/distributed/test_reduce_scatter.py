@@ -10,6 +10,7 @@ from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.distributed.groups import over_groups, over_world, world
 from tests.distributed.matrix import (
     DTYPES,
+    ROWS,
     SUMMED,
     Case,
     blank,
@@ -60,7 +61,7 @@ def test_sums_the_parts(world_size: int, backend: dict[str, str]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parts_of_different_sizes(world_size: int, backend: dict[str, str]) -> None:
     """Case 9. Given parts of different sizes, empty ones among them, when reduced, then each rank has its sum."""
-    run_ranks(over_world, world_size, _uneven, cases(DTYPES, minimum_dimensions=1), env=backend)
+    run_ranks(over_world, world_size, _uneven, cases(DTYPES, shapes=ROWS), env=backend)
 
 
 def test_in_several_groups(backend: dict[str, str]) -> None:

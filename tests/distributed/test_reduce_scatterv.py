@@ -10,6 +10,7 @@ from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.distributed.groups import over_groups, over_world, world
 from tests.distributed.matrix import (
     DTYPES,
+    ROWS,
     SUMMED,
     Case,
     blank,
@@ -61,7 +62,7 @@ def _even(communicator: CommunicatorFL, case: Case) -> None:
 def test_uneven_rows(world_size: int, backend: dict[str, str]) -> None:
     """Cases 7, 9 and 11. Given uneven sizes, ranks without rows among them, rows of any dimension, dtype and layout,
     when all ranks reduce, then each has the sum of its rows, and the input is as it was."""
-    run_ranks(over_world, world_size, _check, cases(DTYPES, minimum_dimensions=1), env=backend)
+    run_ranks(over_world, world_size, _check, cases(DTYPES, shapes=ROWS), env=backend)
 
 
 def test_without_sizes_rows_are_divided_evenly(backend: dict[str, str]) -> None:
