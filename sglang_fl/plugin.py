@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from sglang_fl import __version__
-from sglang_fl.config import CommBackend, Settings, SettingsError, find_chip, load_settings
+from sglang_fl.config import CommBackend, CommMode, SettingRow, Settings, SettingsError, find_chip, load_settings
 from sglang_fl.devices import detect_platform
 from sglang_fl.sglang_hooks.registration import Hook
 
@@ -64,12 +64,14 @@ class Plugin:
         versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
         lines = [f"{__version__}, Python {python_platform.python_version()}, {versions}; {self.platform_line()}"]
         lines += [layer.line() for layer in self.layers]
-        lines += [
-            f"setting {row.field} = {row.value} (from {row.source.where})"
-            for row in self.settings.rows()
-            if row.source.where != "default"
-        ]
-        return lines
+        return lines + [self._setting_line(row) for row in self.settings.rows() if row.source.where != "default"]
+
+    def _setting_line(self, row: SettingRow) -> str:
+        section = row.field.partition(".")[0]
+        layer = LAYER_OF_SECTION.get(section)
+        off = [state for state in self.layers if state.name == layer and not state.is_on]
+        idle = f"; no effect, {layer} is off" if off and row.field not in ALSO_FOR_COMMUNICATION else ""
+        return f"setting {row.field} = {row.value} (from {row.source.where}){idle}"
 
     def platform_line(self) -> str:
         """Which platform was found and whether SGLang runs on ours or on its own."""
@@ -79,6 +81,11 @@ class Plugin:
         return f"platform {self.platform}: {owner}{reason}"
 
 
+ATEN_LAYER, OPS_LAYER, COMM_LAYER = "layer 1, ATen operators", "layer 2, fused operators", "layer 3, communication"
+LAYER_OF_SECTION = {"aten": ATEN_LAYER, "ops": OPS_LAYER}
+# Settings of the operators that govern communication as well.
+ALSO_FOR_COMMUNICATION = {"ops.prefer", "ops.backends", "ops.strict", "ops.deny_vendors", "ops.allow_vendors"}
+MODES = {CommMode.ALL: "mode all", CommMode.FASTEST: "mode fastest, which does as mode all in this version"}
 NATIVE_REASON = " (NVIDIA with sgl_kernel needs none of ours)"
 _plugin: Plugin | None = None
 _loaded = False
@@ -196,8 +203,8 @@ def _switch_on(plugin: Plugin) -> None:
     from sglang_fl.sglang_hooks.registration import misfits, register
 
     plugin.layers = [
-        LayerState("layer 1, ATen operators", False, "this version of sglang_fl has none"),
-        LayerState("layer 2, fused operators", False, "this version of sglang_fl has none"),
+        LayerState(ATEN_LAYER, False, "this version of sglang_fl has none"),
+        LayerState(OPS_LAYER, False, "this version of sglang_fl has none"),
     ]
     hooks: list[Hook] = [server.report_hook(plugin.report)]
     backend = plugin.settings.system.attention_backend
@@ -222,17 +229,19 @@ def _switch_on(plugin: Plugin) -> None:
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
     from sglang_fl.comm.audit import HookClock
     from sglang_fl.comm.ledger import Ledger
+    from sglang_fl.comm.policy import describe_order, puts_first
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
     from sglang_fl.sglang_hooks import coordinator, cpu, groups
 
     settings = plugin.settings
     data = PLATFORMS.get(plugin.platform or "")
-    is_native = data is not None and settings.comm.backend.value == data.vendor_backend and _vendor_is_allowed(plugin)
-    source = settings.source("comm.backend").where
-    chosen = f"{settings.comm.backend.value} (from {source}), mode {settings.comm.mode.value}"
+    chip = find_chip(plugin.platform or "")
+    vendor_backend = "" if data is None or chip is None else data.vendor_backend
+    is_native = bool(vendor_backend) and chip is not None and puts_first(settings, vendor_backend or "", chip.vendor)
+    chosen = f"{describe_order(settings)}, {MODES[settings.comm.mode]}"
     reason = f"{chosen}; SGLang's own methods, none of them is hooked" if is_native else chosen
-    plugin.layers.append(LayerState("layer 3, communication", not is_native, reason))
+    plugin.layers.append(LayerState(COMM_LAYER, not is_native, reason))
     native_kinds = frozenset({Kind.VENDOR})
     versions = {"sglang_fl": __version__, **installed_versions()}
     state = groups.Groups(settings, versions, native_kinds)
@@ -249,13 +258,6 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         hooks += cpu.hooks()
     plugin.groups = state
     return hooks
-
-
-def _vendor_is_allowed(plugin: Plugin) -> bool:
-    chip = find_chip(plugin.platform or "")
-    vendor = "" if chip is None else chip.vendor
-    allowed = plugin.settings.ops.allow_vendors
-    return vendor not in plugin.settings.ops.deny_vendors and (allowed is None or vendor in allowed)
 
 
 __all__ = [
