@@ -167,7 +167,7 @@ def same(actual: torch.Tensor | None, expected: torch.Tensor, what: object) -> N
     if torch.equal(got, wanted):
         return
     wrong = (got != wanted).nonzero().view(-1) // max(actual.element_size(), 1)
-    where = wrong.unique()
+    where = torch.unique(wrong)
     raise AssertionError(
         f"{what}: {len(where)} of {actual.numel()} elements are wrong, first at {int(where[0])} (flat): got "
         f"{actual.reshape(-1)[where[0]]}, not {expected.reshape(-1)[where[0]]}"

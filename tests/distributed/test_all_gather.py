@@ -88,7 +88,7 @@ def _wrong(context: RankContext) -> None:
         communicator.all_gather(torch.zeros(2, 3), dim=2)
     with pytest.raises(ValueError, match=r"all_gather, group .*: output_tensor_list has 1 tensors for 2 ranks"):
         communicator.all_gather(torch.zeros(2), output_tensor_list=[torch.zeros(2)])
-    assert communicator.all_gather(torch.tensor([context.rank])).tolist() == [0, 1]
+    same(communicator.all_gather(torch.tensor([context.rank])), torch.tensor([0, 1]), "the next call")
 
 
 def test_wrong_arguments_are_named(backend: dict[str, str]) -> None:

@@ -117,15 +117,9 @@ def test_vendor_rules_govern_communication(variable: str, value: str, reason: st
     """Given a vendor that is denied or not among the allowed, on one rank or on all, when the ranks agree, then all
     take the next backend and say why."""
     for ranks, where in (((0, 1), "all ranks"), ((1,), "global rank 1")):
-        found = run_ranks(
-            _selected,
-            2,
-            str(chip),
-            env=lambda rank, ranks=ranks: {
-                "SGLANG_FL_DIST_BACKEND": "auto",
-                variable: value if rank in ranks else None,
-            },
-        )
+        ruled = {"SGLANG_FL_DIST_BACKEND": "auto", variable: value}
+        environments = [ruled if rank in ranks else {"SGLANG_FL_DIST_BACKEND": "auto"} for rank in (0, 1)]
+        found = run_ranks(_selected, 2, str(chip), env=environments.__getitem__)
         for backend, reasons in found:
             assert backend == "torch"
             assert reasons["chip_collectives"] == f"{where}: {reason}"
