@@ -22,6 +22,7 @@ logger = logging.getLogger("sglang_fl")
 
 PLATFORM_CLASS = "sglang_fl.platform:PlatformFL"
 PLATFORM_NAME = "sglang_fl"
+STANDIN_PACKAGE = "sglang_fl_kernel_standin"
 PACKAGES = ("sglang", "torch", "triton", "flag_gems")
 
 
@@ -164,12 +165,12 @@ def is_platform_needed(platform: str) -> bool:
 
 
 def has_real_sgl_kernel() -> bool:
-    """Whether the vendor's sgl_kernel is installed, as opposed to none or the stand-in."""
-    if importlib.util.find_spec("sgl_kernel") is None:
-        return False
-    import sgl_kernel
+    """Whether the vendor's sgl_kernel is installed, as opposed to none or the stand-in.
 
-    return not getattr(sgl_kernel, "__sglang_fl_standin__", False)
+    Not imported for that: it costs seconds, and fails where there is no driver.
+    """
+    spec = importlib.util.find_spec("sgl_kernel")
+    return spec is not None and not type(spec.loader).__module__.startswith(STANDIN_PACKAGE)
 
 
 def installed_versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,12 @@ def test_the_platform_is_active_where_sglang_alone_is_not_enough(
         monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     assert is_platform_needed(name) is needed
     assert activate_platform() == (PLATFORM_CLASS if needed else None)
+
+
+def test_the_stand_in_is_not_taken_for_the_vendors_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given only the stand-in, then a package named sgl_kernel, when asked, then only the latter is the real one."""
+    assert not plugin_module.has_real_sgl_kernel()
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel/__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plugin_module.has_real_sgl_kernel()
