@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ def test_the_platform_is_active_where_sglang_alone_is_not_enough(
 
 def test_the_stand_in_is_not_taken_for_the_vendors_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given only the stand-in, then a package named sgl_kernel, when asked, then only the latter is the real one."""
+    monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)  # SGLang may have imported the stand-in by now
     assert not plugin_module.has_real_sgl_kernel()
     (tmp_path / "sgl_kernel").mkdir()
     (tmp_path / "sgl_kernel/__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object')")
