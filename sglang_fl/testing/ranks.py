@@ -198,7 +198,9 @@ def _rank_main(task: _Task) -> None:
             with _gloo_group(task.context) if task.gloo else contextlib.nullcontext():
                 result = function(task.context, *args)
             _write_outcome(task, _Outcome(result=result))
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:  # pytest's own failures are no Exceptions
             _write_outcome(task, _Outcome(error_type=type(error).__name__, text=traceback.format_exc()))
             raise SystemExit(1) from error
         finally:
