@@ -6,8 +6,9 @@ import functools
 import json
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -15,18 +16,40 @@ from typing import Any
 import torch
 
 from sglang_fl.comm.ledger import Ledger
-from sglang_fl.comm.types import Transport, Work
+from sglang_fl.comm.types import Operation, Transport, Work
 
 logger = logging.getLogger("sglang_fl.comm")
 
 
 @dataclass
+class Carried:
+    """What one group's transport carried of one operation: calls, bytes of the larger tensor, time on the host."""
+
+    calls: int = 0
+    bytes: int = 0
+    host_ns: int = 0
+
+
+@dataclass
 class HookClock:
-    """Nanoseconds spent in our hooks and, within them, in the transports; the difference is our own cost."""
+    """Nanoseconds spent in our hooks and, within them, in the transports; the difference is our own cost.
+
+    ``carried`` has what was carried by (group, operation, backend).
+    """
 
     calls: int = 0
     hooks_ns: int = 0
     transports_ns: int = 0
+    carried: defaultdict[tuple[str, str, str], Carried] = field(default_factory=lambda: defaultdict(Carried))
+
+    def status(self) -> dict[str, Any]:
+        """For the audit."""
+        rows = [
+            {"group": group, "operation": operation, "backend": backend, **vars(carried)}
+            for (group, operation, backend), carried in list(self.carried.items())
+        ]
+        totals = {"calls": self.calls, "hooks_ns": self.hooks_ns, "transports_ns": self.transports_ns}
+        return {**totals, "carried": rows}
 
 
 def audited_hook(function: Callable[..., Any], name: str, clock: HookClock, ledger: Ledger) -> Callable[..., Any]:
@@ -54,72 +77,92 @@ def audited_hook(function: Callable[..., Any], name: str, clock: HookClock, ledg
 
 
 class TimedTransport(Transport):
-    """A transport whose calls are counted as time in the library."""
+    """A transport whose calls, bytes and time are counted by operation; only where an audit or metrics are on."""
 
-    def __init__(self, inner: Transport, clock: HookClock) -> None:
+    def __init__(self, inner: Transport, group: str, clock: HookClock) -> None:
         self.inner = inner
         self.name = inner.name
         self.capabilities = inner.capabilities
+        self._group = group
         self._clock = clock
+        self._carriers = inner.exceptions()
 
     def exceptions(self) -> dict[str, str]:
         """See :meth:`Transport.exceptions`."""
-        return self.inner.exceptions()
+        return self._carriers
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        self._timed(self.inner.all_reduce, tensor)
+        self._timed(Operation.ALL_REDUCE, tensor, self.inner.all_reduce, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
-        self._timed(self.inner.all_gather, output, tensor)
+        self._timed(Operation.ALL_GATHER, output, self.inner.all_gather, output, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.reduce_scatter`."""
-        self._timed(self.inner.reduce_scatter, output, tensor)
+        self._timed(Operation.REDUCE_SCATTER, tensor, self.inner.reduce_scatter, output, tensor)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
-        self._timed(self.inner.reduce, tensor, dst)
+        self._timed(Operation.REDUCE, tensor, self.inner.reduce, tensor, dst)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
-        return self._timed_work(self._timed(self.inner.broadcast, tensor, src))
+        work: Work | None = self._timed(Operation.BROADCAST, tensor, self.inner.broadcast, tensor, src)
+        return None if work is None else _TimedWork(work, self._waiting(Operation.BROADCAST))
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
-        self._timed(self.inner.gather, output, tensor, dst)
+        self._timed(Operation.GATHER, tensor, self.inner.gather, output, tensor, dst)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        work: Work = self._timed(self.inner.send, tensor, dst)
+        work: Work = self._timed(Operation.SEND, tensor, self.inner.send, tensor, dst)
         return work
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        work = self._timed_work(self._timed(self.inner.recv, tensor, src))
-        assert work is not None
-        return work
+        work: Work = self._timed(Operation.RECV, tensor, self.inner.recv, tensor, src)
+        return _TimedWork(work, self._waiting(Operation.RECV))
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
         self.inner.close()
 
-    def _timed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _timed(self, operation: Operation, data: torch.Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
         start = perf_counter_ns()
         try:
             return function(*arguments)
         finally:
-            self._clock.transports_ns += perf_counter_ns() - start
+            carried = self._carried(operation)
+            carried.calls += 1
+            carried.bytes += data.numel() * data.element_size()
+            self._spent(carried, perf_counter_ns() - start)
 
-    def _timed_work(self, work: Work | None) -> Work | None:
-        return None if work is None else _TimedWork(work, self._timed)
+    def _waiting(self, operation: Operation) -> Callable[[Callable[[], Any]], Any]:
+        def timed(wait: Callable[[], Any]) -> Any:
+            start = perf_counter_ns()
+            try:
+                return wait()
+            finally:
+                self._spent(self._carried(operation), perf_counter_ns() - start)
+
+        return timed
+
+    def _carried(self, operation: Operation) -> Carried:
+        backend = self._carriers.get(operation.value, self.name)
+        return self._clock.carried[(self._group, operation.value, backend)]
+
+    def _spent(self, carried: Carried, elapsed_ns: int) -> None:
+        carried.host_ns += elapsed_ns
+        self._clock.transports_ns += elapsed_ns
 
 
 @dataclass(frozen=True)
 class _TimedWork:
     work: Work
-    timed: Callable[..., Any]
+    timed: Callable[[Callable[[], Any]], Any]
 
     def wait(self) -> Any:
         return self.timed(self.work.wait)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from sglang_fl.comm import metrics
 from sglang_fl.comm.agreement import Agreed, agree, compare
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
@@ -72,6 +73,7 @@ class Groups:
     clock: HookClock | None = None
     ledger: Ledger | None = None
     audit: AuditWriter | None = None
+    exporter: metrics.MetricsExporter | None = None
 
     def own_hooks(self) -> list[Hook]:
         """Hooks on the functions that make groups; none of them is on a path that serves requests."""
@@ -136,9 +138,11 @@ class Groups:
             record.choice = f"{agreed.backend.name} (SGLang's own methods)"
             return
         metadata: Transport = host_transport(context)
+        if self.clock is None and metrics.are_on():
+            self.clock = HookClock()
         if self.clock is not None:
-            agreed = replace(agreed, transport=TimedTransport(agreed.transport, self.clock))
-            metadata = TimedTransport(metadata, self.clock)
+            agreed = replace(agreed, transport=TimedTransport(agreed.transport, context.name, self.clock))
+            metadata = TimedTransport(metadata, f"{context.name} (metadata)", self.clock)
         record.communicator = CommunicatorFL.from_agreed(context, agreed, metadata)
         record.choice = agreed.backend.name
         coordinator.fl_communicator = record.communicator
@@ -190,6 +194,8 @@ class Groups:
             self.settings.digest()[:12],
         )
         self._start_audit()
+        if self.clock is not None and metrics.are_on() and self.exporter is None:
+            self.exporter = metrics.MetricsExporter(self.clock, torch.distributed.get_rank())
 
     def _start_audit(self) -> None:
         path = self.settings.comm.audit
@@ -207,7 +213,7 @@ class Groups:
             "versions": self.versions,
             "hooks_live": count_applied(self.hooks),
             "hooks": len(self.hooks),
-            "clock": None if self.clock is None else asdict(self.clock),
+            "clock": None if self.clock is None else self.clock.status(),
             "groups": [record.status() for record in self.records],
             "calls": [] if self.ledger is None else self.ledger.rows(),
         }
