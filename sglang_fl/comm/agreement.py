@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.routes import routed
@@ -24,6 +25,7 @@ from sglang_fl.selection import (
 
 ITEM = "communicator"
 logger = logging.getLogger(__name__)
+REFERENCE = TorchBackend("torch", Kind.REFERENCE)  # carries what the agreed backend does not offer
 _ALL_RANKS = "all ranks"
 # What code of other distributions may raise without taking its neighbours, or the other ranks' time, with it.
 BACKEND_ERRORS = (
@@ -87,7 +89,7 @@ def agree(
                 return _agreed(context, backend, None, passed, _others(order, backends, local))
             transport, reason = _create_everywhere(context, backend)
             if transport is not None:
-                transport = routed(context, transport, TorchTransport("torch", context))
+                transport = routed(context, transport, partial(REFERENCE.create, context))
                 _tell(context, local, backend, passed)
                 return _agreed(context, backend, transport, passed, _others(order, backends, local))
         passed.append(PassedOver(name, reason or ""))

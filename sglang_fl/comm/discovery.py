@@ -10,6 +10,7 @@ from sglang_fl.comm.types import BackendRegistry
 from sglang_fl.selection import discover_entry_points, discover_folders
 
 logger = logging.getLogger(__name__)
+TEMPLATE = "template"  # shows how a backend is made; in reports it would only be in the way
 ENTRY_POINT_GROUP = "sglang_fl.comm"
 
 
@@ -17,7 +18,11 @@ ENTRY_POINT_GROUP = "sglang_fl.comm"
 def discover_backends() -> BackendRegistry:
     """Every backend with its name; one that fails to import or register is kept with its reason."""
     registry = BackendRegistry()
-    found = discover_folders(backends_package, "register_comm", "register_comm")
+    found = [
+        folder
+        for folder in discover_folders(backends_package, "register_comm", "register_comm")
+        if folder.name != TEMPLATE
+    ]
     for discovered in [*found, *discover_entry_points(ENTRY_POINT_GROUP)]:
         if discovered.register is None:
             registry.failures[discovered.name] = f"{discovered.origin}: {discovered.error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_fl.comm.types import Capabilities, GroupContext, Operation, Transport, Work
@@ -69,8 +71,10 @@ class RoutedTransport(Transport):
             transport.close()
 
 
-def routed(context: GroupContext, primary: Transport, fallback: Transport) -> Transport:
-    """``primary`` alone where it offers everything, else with ``fallback`` for the rest. All ranks must call it.
+def routed(context: GroupContext, primary: Transport, fallback: Callable[[], Transport]) -> Transport:
+    """``primary`` alone where it offers everything, else with what ``fallback`` creates for the rest.
+
+    All ranks must call it; they create the fallback together or not at all.
 
     Raises:
         AgreementError: a rank did not arrive.
@@ -78,4 +82,4 @@ def routed(context: GroupContext, primary: Transport, fallback: Transport) -> Tr
     primary.restrict_to_common(context, "compare routes")
     if primary.capabilities.operations == frozenset(Operation):
         return primary
-    return RoutedTransport(primary, fallback)
+    return RoutedTransport(primary, fallback())

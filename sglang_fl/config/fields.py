@@ -76,11 +76,12 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "ops.prefer", "SGLANG_FL_PREFER", "prefer", choice_of(BackendKind), BackendKind.FLAGOS,
-        "The kind of implementation that is tried first for every fused operator.", "vendor",
+        "The kind of implementation that is tried first, for every fused operator and for communication under auto.",
+        "vendor",
     ),
     Field(
         "ops.backends", "SGLANG_FL_PER_OP", "op_backends", OpOrders(), (),
-        "The order of backends for single operators; vendor:NAME asks for one vendor.",
+        "The order of backends for an operator, or for communicator, the groups; vendor:NAME asks for one vendor.",
         "rms_norm=vendor|flagos|reference;silu_and_mul=flagos|vendor:nvidia",
     ),
     Field(

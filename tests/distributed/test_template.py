@@ -28,28 +28,45 @@ PER_OP, BACKEND = "SGLANG_FL_PER_OP", "SGLANG_FL_DIST_BACKEND"
 # The chip's library. A stand-in: it adds up over processes of one machine, through files.
 STAND_IN_SDK = '''
 """A stand-in for a chip's collective library: sums host memory over the ranks of one machine, through files."""
-import ctypes, os, time
+import ctypes, os, time, uuid
 from pathlib import Path
 import torch
 
 calls = 0
+open_communicators = 0
 
-def all_reduce(address, count, dtype, group):
-    global calls
-    calls += 1
-    rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(os.environ["ACME_FOLDER"])
-    kind = getattr(torch, dtype.removeprefix("torch."))
-    if not count:
-        return
-    memory = torch.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), dtype=kind)
-    torch.save(memory.clone(), folder / "partial.{}".format(rank))
-    (folder / "partial.{}".format(rank)).rename(folder / "{}-{}-{}".format(group, calls, rank))
-    files = [folder / "{}-{}-{}".format(group, calls, peer) for peer in range(world_size)]
-    until = time.monotonic() + 30
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < until, "a peer did not call all_reduce"
-        time.sleep(0.001)
-    memory.copy_(torch.stack([torch.load(file) for file in files]).sum(0).to(kind))
+def unique_id():
+    return uuid.uuid4().bytes
+
+class Communicator:
+    def __init__(self, unique_id, world_size, rank):
+        global open_communicators
+        open_communicators += 1
+        self.world_size, self.rank, self.sequence = world_size, rank, 0
+        self.folder = Path(os.environ["ACME_FOLDER"]) / unique_id.hex()
+        self.folder.mkdir(exist_ok=True)
+
+    def all_reduce(self, address, count, dtype):
+        global calls
+        calls += 1
+        self.sequence += 1
+        if not count:
+            return
+        kind = getattr(torch, dtype.removeprefix("torch."))
+        memory = torch.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), dtype=kind)
+        files = [self.folder / "{}-{}".format(self.sequence, rank) for rank in range(self.world_size)]
+        partial = self.folder / "partial-{}".format(self.rank)
+        torch.save(memory.clone(), partial)
+        partial.rename(files[self.rank])
+        until = time.monotonic() + 30
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < until, "a peer did not call all_reduce"
+            time.sleep(0.001)
+        memory.copy_(torch.stack([torch.load(file) for file in files]).sum(0).to(kind))
+
+    def close(self):
+        global open_communicators
+        open_communicators -= 1
 '''
 
 # One rank: each case's environment in turn; prints what the group got and whether its sums are right.
@@ -101,7 +118,9 @@ def outcome(variables):
     selection = communicator.agreed.selection
     communicator.destroy()
     reasons = {entry.impl_id: entry.reason for entry in selection.passed_over}
-    return {"backend": communicator.backend, "sdk": sdk_calls() - before, "reasons": reasons}
+    sdk = sys.modules.get("acme_sdk")
+    left = 0 if sdk is None else sdk.open_communicators
+    return {"backend": communicator.backend, "sdk": sdk_calls() - before, "left": left, "reasons": reasons}
 
 def inside_sglang():
     settings = load_settings({**os.environ, "SGLANG_FL_PER_OP": "communicator=vendor:acme"})
@@ -224,7 +243,7 @@ def test_a_copied_template_is_a_backend(place: str, checkout: Path, hostcx: Path
         for name in [*chosen, "vendors first"]:
             assert rank[name]["backend"] == "acme", rank[name]
             assert rank[name]["sdk"] == SUMS, rank[name]
-            assert "template" in rank[name]["reasons"]
+            assert rank[name]["left"] == 0, "destroy must close the library's communicator"
         for name, (reason, _) in others.items():
             assert rank[name]["backend"] == "torch", rank[name]
             assert rank[name]["sdk"] == 0

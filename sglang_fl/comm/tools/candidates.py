@@ -10,9 +10,8 @@ from sglang_fl.comm.agreement import ITEM, agree
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
-from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.policy import communicator_order, communicator_policy
 from sglang_fl.comm.tools.launch import Launch
-from sglang_fl.config import CommBackend
 from sglang_fl.selection import Kind
 
 
@@ -44,8 +43,11 @@ def known_names(launch: Launch) -> list[str]:
 
 def asked_for(launch: Launch, named: list[str]) -> list[str]:
     """Those that must be usable: named on the command line, or else by the settings."""
-    backend = launch.settings.comm.backend
-    return named or ([] if backend is CommBackend.AUTO else [backend.value])
+    if named:
+        return named
+    first = communicator_order(launch.settings)[0]
+    kinds = {kind.value for kind in Kind}
+    return [] if first in kinds or first.startswith(f"{Kind.VENDOR.value}:") else [first]
 
 
 @contextmanager

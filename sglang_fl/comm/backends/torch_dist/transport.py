@@ -142,11 +142,19 @@ class TorchBackend(Backend):
 
     def create(self, context: GroupContext) -> TorchTransport:
         """The group exists already; on a device a second one is made for the other direction of transfers."""
-        if context.device.type == "cpu":
-            return TorchTransport(self.name, context)
-        backwards = dist.new_group(
-            list(context.ranks), backend=dist.get_backend(context.device_group), use_local_synchronization=True
-        )
-        for group in (context.device_group, backwards):  # makes their communicators while all ranks are here
-            dist.all_reduce(torch.zeros(1, device=context.device), group=group)
-        return TorchTransport(self.name, context, backwards)
+        return TorchTransport(self.name, context, backwards_group(context))
+
+
+def backwards_group(context: GroupContext) -> dist.ProcessGroup | None:
+    """A second group of the same ranks, for :class:`TorchTransport`; None on a CPU, which needs none.
+
+    All ranks of the group must call it.
+    """
+    if context.device.type == "cpu":
+        return None
+    backwards: dist.ProcessGroup = dist.new_group(
+        list(context.ranks), backend=dist.get_backend(context.device_group), use_local_synchronization=True
+    )
+    for group in (context.device_group, backwards):  # makes their communicators while all ranks are here
+        dist.all_reduce(torch.zeros(1, device=context.device), group=group)
+    return backwards

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
-from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.backends.torch_dist import TorchTransport, backwards_group
+from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.types import Backend, GroupContext
 from sglang_fl.selection import Availability, Kind
 
@@ -21,15 +24,24 @@ class MyChipTransport(TorchTransport):
     on the current stream. What ``capabilities.operations`` leaves out is carried by torch.distributed on all ranks.
     """
 
+    def __init__(self, name: str, context: GroupContext, backwards: ProcessGroup | None, communicator: Any) -> None:
+        super().__init__(name, context, backwards)
+        self._communicator = communicator
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place, on the current stream."""
-        import my_chip_sdk  # type: ignore[import-not-found]  # the chip's own library
+        self._communicator.all_reduce(tensor.data_ptr(), tensor.numel(), str(tensor.dtype))
 
-        my_chip_sdk.all_reduce(tensor.data_ptr(), tensor.numel(), str(tensor.dtype), self.name)
+    def close(self) -> None:
+        """Give up the chip's communicator and what torch.distributed has for it; may be called twice."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            communicator.close()
+        super().close()
 
 
 class MyChipBackend(Backend):
-    """One object a process. ``name`` goes into SGLANG_FL_PER_OP and reports, ``vendor`` into allow and deny lists."""
+    """One object a process. ``name`` goes into reports, ``vendor`` into SGLANG_FL_PER_OP and allow and deny lists."""
 
     name = "template"
     kind = Kind.VENDOR
@@ -44,5 +56,21 @@ class MyChipBackend(Backend):
         return Availability.yes()
 
     def create(self, context: GroupContext) -> MyChipTransport:
-        """All ranks of the group come here together; ``context.exchange`` hands values among them, bounded in time."""
-        return MyChipTransport(self.name, context)
+        """All ranks of the group come here together; each group has a communicator of the chip's library.
+
+        Raises:
+            CommError: rank 0 got no id; on all ranks, before one waits for the others in the library.
+        """
+        import my_chip_sdk  # type: ignore[import-not-found]  # the chip's own library
+
+        unique_id, problem = b"", ""
+        if context.rank == 0:
+            try:
+                unique_id = my_chip_sdk.unique_id()
+            except RuntimeError as error:
+                problem = f"{SDK} gave no unique id: {error}"
+        unique_id, problem = context.exchange("hand out the chip's unique id", (unique_id, problem))[0]
+        if problem:
+            raise CommError(problem)
+        communicator = my_chip_sdk.Communicator(unique_id, context.world_size, context.rank)
+        return MyChipTransport(self.name, context, backwards_group(context), communicator)
