@@ -48,9 +48,7 @@ CPU_ARGUMENTS = (
 _PORTS = range(15000, 32000)
 _PORTS_PER_SERVER = 40
 _port_blocks = itertools.count(os.getpid() * 37)
-# Becomes the command behind it, which the kernel kills when this process ends, however it does: 1 is PR_SET_PDEATHSIG
-# of linux/prctl.h. SGLang asks the same for the processes that it starts.
-_END_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+_WATCH_PARENT = Path(__file__).with_name("watch_parent.py")
 
 
 class ServerError(RuntimeError):
@@ -100,6 +98,7 @@ class Server:
     port: int = field(default_factory=free_port)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     ready_after_s: float = 0.0
+    _watcher: subprocess.Popen[bytes] | None = None
 
     @property
     def world_size(self) -> int:
@@ -187,7 +186,7 @@ class Server:
             with self.log_path(node).open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-IS", "-c", _END_WITH_PARENT, *self.command(node)],
+                        self.command(node),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -195,6 +194,14 @@ class Server:
                         start_new_session=True,
                     )
                 )
+        sessions = [str(process.pid) for process in self.processes]
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-IS", str(_WATCH_PARENT), *sessions],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def run_to_end(self, limit_s: float = 300.0) -> list[int]:
         """Start a server that is expected to end by itself; see :meth:`wait_for_end`. Nothing of it is left."""
@@ -300,6 +307,9 @@ class Server:
             everything = self.tree()
         for started in self.processes:
             started.wait(timeout=10)
+        if self._watcher is not None:
+            self._watcher.kill()
+            self._watcher.communicate()
 
 
 def _is_free(port: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -40,14 +42,19 @@ def run_script(
         merged.pop(name, None)
         if value is not None:
             merged[name] = value
-    ended = subprocess.run(
+    process = subprocess.Popen(
         [str(interpreter), str(script), *arguments],
         cwd=folder,
         env=merged,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=limit_s,
+        start_new_session=True,
     )
-    return Outcome(ended.returncode, ended.stdout, ended.stderr)
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return Outcome(process.returncode, output, errors)

@@ -1,0 +1,117 @@
+"""``make demo`` as a program: what it prints, its exit code, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .conftest import ROOT
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 400.0
+
+
+def _start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """The demo with its temporary files in ``folder``, whose name its processes therefore carry."""
+    merged = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "sglang_fl.testing.demo"],
+        env={**merged, "TMPDIR": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """Every process of a demo: their environment names its folder, whoever their parent is by now."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def hostcx() -> Path:
+    """FlagCX's interface over host memory, built if it is not there yet."""
+    command = ["make", "-s", "-C", str(ROOT / "csrc/hostcx"), f"OUT={ROOT / 'build/hostcx'}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return ROOT / "build/hostcx"
+
+
+def test_it_answers_and_shows_what_each_process_carried(hostcx: Path, tmp_path: Path) -> None:
+    """Given FLAGCX_PATH, then the demo shows command, question, answer and the calls that flagcx carried, per rank."""
+    demo = _start(tmp_path, FLAGCX_PATH=str(hostcx))
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 0, output
+    assert f"FLAGCX_PATH={hostcx}" in output and "-m sglang.launch_server --model-path=" in output
+    sections = re.findall(r"^== (\w+)", output, flags=re.MULTILINE)
+    assert sections == ["writing", "the", "waiting", "question", "answer"]
+    answer = output.split("== answer")[1].splitlines()[1]
+    assert answer.strip()
+    rows = re.findall(r"rank (\d), pid \d+ +│ tp:0 +│ \[0, 1\] │ (\w+) +│ (\w+) +│ (\d+)", output)
+    carried = {(int(rank), method): int(count) for rank, backend, method, count in rows if backend == "flagcx"}
+    assert len(carried) == len(rows) > 0, output
+    for rank in range(2):
+        assert carried[rank, "all_reduce"] == 5 * carried[rank, "all_gather"] > 0
+    assert "active in all 2 scheduler processes" in output
+    assert _processes_of(tmp_path) == []
+
+
+def test_it_fails_where_the_plugin_is_not_active(tmp_path: Path) -> None:
+    """Given SGLANG_PLUGINS=__none__, then SGLang answers, and the demo names the processes and ends with 1."""
+    demo = _start(tmp_path, SGLANG_PLUGINS="__none__")
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 1, output
+    assert "== answer" in output
+    assert len(re.findall(r"^\S*scheduler_TP[01] \(pid \d+\): no report from the plugin", output, re.MULTILINE)) == 2
+    assert "SGLANG_PLUGINS is '__none__'" in output
+    assert _processes_of(tmp_path) == []
+
+
+def test_it_shows_the_logs_end_where_the_server_ends(tmp_path: Path) -> None:
+    """Given a wrong setting, then the demo shows the server's own message and ends with 1."""
+    demo = _start(tmp_path, SGLANG_FL_DIST_BACKEND="torhc")
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 1, output
+    assert "ended with code 1; the log of node 0 ends:" in output
+    assert "sglang_fl: a setting is wrong. SGLANG_FL_DIST_BACKEND" in output
+    assert _processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_nothing_is_left_when_it_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    """Given a demo whose schedulers run, when it is interrupted or killed, then all of its processes end."""
+    demo = _start(tmp_path)
+
+    def has_schedulers() -> bool:
+        # The demo, SGLang's main process, two schedulers and their resource tracker.
+        assert demo.poll() is None
+        return len(_processes_of(tmp_path)) >= 5
+
+    _until(has_schedulers, "the schedulers run")
+    demo.send_signal(number)
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL), output
+    _until(lambda: not _processes_of(tmp_path), "all processes have ended")
