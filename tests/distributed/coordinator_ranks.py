@@ -1,0 +1,132 @@
+"""Run as a program: real SGLang groups over gloo in forked ranks, with and without the plugin; prints JSON.
+
+A program of its own, because SGLang decides while it is imported which device it is on, and hooks its classes once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.entrypoints import engine
+from sglang.srt.managers import scheduler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+from sglang_fl import plugin
+from sglang_fl.testing.ranks import Environment, RankContext, RanksFailed, run_ranks
+from tests.distributed.coordinator_cases import CASES, NOT_CALLED, described, plain
+
+# Without the plugin, PyNccl would load the libnccl that a CUDA build of torch brings and reject the CPU.
+CONTROL = {"SGLANG_PLUGINS": "__none__", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+MARK = "RESULT "
+IMPORTED = (engine, scheduler)  # before the ranks are forked, or each would import what the hooks' targets need
+
+
+def _methods() -> dict[str, Any]:
+    members = vars(parallel_state.GroupCoordinator).items()
+    return {name: value for name, value in members if inspect.isfunction(value)}
+
+
+def _load_plugins() -> None:
+    """As in a process of its own with this environment: the one that was forked has read its settings already."""
+    plugin._plugin = None
+    load_plugins()
+
+
+def _make_groups(context: RankContext) -> None:
+    """As SGLang does: plugins, arguments, the world, then the groups of the model at tp = world size."""
+    _load_plugins()
+    ServerArgs(model_path="dummy")
+    parallel_state.init_distributed_environment(
+        world_size=context.world_size,
+        rank=context.rank,
+        local_rank=context.rank,
+        distributed_init_method=context.init_method,
+        backend="gloo",
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=context.world_size, backend="gloo")
+
+
+def _call_all(context: RankContext) -> dict[str, Any]:
+    """Case to what came of it: the returned value and every argument afterwards, or the error's type."""
+    _make_groups(context)
+    group = parallel_state.get_tp_group()
+    communicator = getattr(group, "fl_communicator", None)
+    backend = None if communicator is None else communicator.backend
+    found: dict[str, Any] = {}
+    for case in CASES:
+        context.note(case.name)
+        call = case.call(context.rank)
+        names = list(inspect.signature(getattr(group, call.method)).parameters)
+        assert names == list(call.arguments), (case.name, names)
+        try:
+            returned = getattr(group, call.method)(**call.arguments)
+        except (AttributeError, NotImplementedError, RuntimeError, AssertionError) as error:
+            found[case.name] = {"error": type(error).__name__, "text": str(error)}
+            continue
+        result = described(returned, call.arguments)
+        found[case.name] = {"returned": result, **{name: plain(value) for name, value in call.arguments.items()}}
+    found["carried by"] = backend
+    parallel_state.destroy_distributed_environment()
+    return found
+
+
+def _expected(rank: int) -> dict[str, Any]:
+    return {case.name: plain(case.expected(rank)) for case in CASES if case.expected is not None}
+
+
+def calls() -> dict[str, Any]:
+    """Every method with and without the plugin, what is expected of some, and which names there are."""
+    return {
+        "names": sorted(_methods()),
+        "called": sorted({case.call(rank).method for case in CASES for rank in range(2)} | set(NOT_CALLED)),
+        "plugin": run_ranks(_call_all, 2, gloo=False),
+        "native": run_ranks(_call_all, 2, gloo=False, env=CONTROL),
+        "expected": [_expected(rank) for rank in range(2)],
+    }
+
+
+def _backends(context: RankContext) -> dict[str, Any]:
+    _make_groups(context)
+    assert plugin._plugin is not None and plugin._plugin.groups is not None
+    records = plugin._plugin.groups.records
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    return {record.name: {"backend": record.choice, "reasons": list(record.reasons)} for record in records}
+
+
+def selection(environments: Mapping[str, Environment]) -> dict[str, Any]:
+    """For each environment what both ranks report of their groups, or the text of how they failed."""
+    found: dict[str, Any] = {}
+    for name, environment in environments.items():
+        try:
+            found[name] = run_ranks(_backends, 2, gloo=False, env=environment)
+        except RanksFailed as failed:
+            found[name] = str(failed)
+    return found
+
+
+def _hooked(context: RankContext) -> list[str]:
+    before = _methods()
+    _load_plugins()
+    return sorted(name for name, function in _methods().items() if function is not before[name])
+
+
+def hooked(environments: Mapping[str, Environment]) -> dict[str, Any]:
+    """For each environment the methods of GroupCoordinator that SGLang's plugins changed."""
+    return {name: run_ranks(_hooked, 1, gloo=False, env=env)[0] for name, env in environments.items()}
+
+
+if __name__ == "__main__":
+    request = json.loads(sys.argv[1])
+    answer = {
+        "calls": calls() if request["calls"] else {},
+        "selection": selection(request["selection"]),
+        "hooked": hooked(request["hooked"]),
+    }
+    print(MARK + json.dumps(answer))
