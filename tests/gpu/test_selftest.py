@@ -1,4 +1,4 @@
-"""The self-test of CommunicatorFL on two GPUs: every operation on FlagCX, NCCL and torch.distributed, graphs included."""
+"""The self-test of CommunicatorFL on two GPUs: every operation on FlagCX, NCCL and torch.distributed, also captured."""
 
 from __future__ import annotations
 
