@@ -45,6 +45,7 @@ CALLS = 10_000
 ROUNDS = 41
 LIMIT_S = 300.0
 LARGEST_DIFFERENCE_US = 1.5
+LARGEST_ROUTE_LOOK_UP_US = 0.15
 SMALLEST_RATIO_OF_CTYPES = 4.0
 
 DECLARATIONS = (
@@ -195,6 +196,14 @@ def look_up_loop_us(types: dict[torch.dtype, int], tensor: torch.Tensor) -> floa
     return (time.perf_counter_ns() - before) / CALLS / 1000
 
 
+def route_loop_us(communicator: CommunicatorFL, tensor: torch.Tensor) -> float:
+    """Choosing a call's transport and taking its bound operation, as every method does; the loop included."""
+    before = time.perf_counter_ns()
+    for _ in repeat(None, CALLS):
+        (communicator._host if tensor.is_cpu else communicator._device).all_reduce  # noqa: B018 - taking it is the point
+    return (time.perf_counter_ns() - before) / CALLS / 1000
+
+
 @dataclass(frozen=True)
 class Beneath:
     """The library under the communicator: raw handles, its count of calls, and its path."""
@@ -260,6 +269,7 @@ def measure(context: RankContext, loop_path: Path) -> dict[str, list[float]]:
             "method": timed(communicator.all_reduce),
             "transport": timed(transport.all_reduce),
             "function": timed(lambda _: function(handle, address, address, ELEMENTS, dtype, op, 0)),
+            "route": lambda: route_loop_us(communicator, tensor),
             "look up": lambda: look_up_loop_us(types, tensor),
             "c": counted(lambda: float(loop.loop_us(*c_arguments))),
             "ctypes": timed(wrapper.all_reduce_in_place),
@@ -298,6 +308,7 @@ def run() -> list[Figure]:
             "a ctypes wrapper in the manner of the public one",
             Bar.ratio_at_most(1 / SMALLEST_RATIO_OF_CTYPES),
         ),
+        figure("looking a call's route up", "route", bar=Bar.at_most(LARGEST_ROUTE_LOOK_UP_US)),
         figure(f"{method}, against its transport", "method", "transport", "FlagCXTransport.all_reduce alone"),
         figure("FlagCXTransport.all_reduce", "transport", "function", "the bare C function from Python, in a lambda"),
         figure("a tensor's address, count and dtype, for the C function", "look up"),
