@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_fl.testing.audits import VARIABLE, inactive, settled_audits, wait_for
+from sglang_fl.testing.audits import VARIABLE, audit_path, inactive, settled_audits, wait_for
 from sglang_fl.testing.tiny_model import DEFAULT_PROMPTS, GREEDY_TOKENS, Family
 
 from .conftest import ROOT, Control
@@ -53,8 +53,8 @@ def test_no_call_of_a_group_goes_elsewhere(running: Running) -> None:
     """Given requests, then the audit has no torch.distributed call on a group's device group, and FlagCX's calls."""
     running.server.generate(DEFAULT_PROMPTS[0], GREEDY_TOKENS)
     wait_for(running.audit, running.server.world_size, lambda audits: all(audit.calls() for audit in audits))
-    for path in running.audit.parent.glob(f"{running.audit.name}*"):
-        report = json.loads(path.read_text())
+    for rank in range(running.server.world_size):
+        report = json.loads(audit_path(running.audit, rank).read_text())
         groups = {group["group"] for group in report["groups"]}
         around = [call for call in report["calls"] if call["around"] and call["group"] in groups]
         assert around == []

@@ -16,7 +16,7 @@ from sglang_fl.testing.tiny_model import Family
 
 from .distributions import write_distribution
 from .scripts import run_script
-from .topologies import CONTROL, TP
+from .topologies import CONTROL, ONE
 
 pytestmark = pytest.mark.e2e
 
@@ -47,9 +47,9 @@ def load():
 
 @pytest.mark.parametrize("source", [ONE_TAKEN, NONE_APPLIED], ids=["one-taken", "none-applied"])
 def test_a_hook_that_is_not_live_stops_the_server(source: str, models: Mapping[Family, Path], tmp_path: Path) -> None:
-    """Given a plugin because of which SGLang ignores hooks, then every scheduler raises and names them."""
+    """Given a plugin because of which SGLang ignores hooks, then the scheduler raises and names them, also alone."""
     packages = write_distribution(tmp_path / "packages", "other", source, "sglang.srt.plugins", "load")
-    server = TP.server(models, tmp_path, {"PYTHONPATH": str(packages)})
+    server = ONE.server(models, tmp_path, {"PYTHONPATH": str(packages)})
     codes = server.run_to_end()
     log = server.log()
     assert codes[0] != 0
