@@ -46,7 +46,8 @@ struct stream_table {
   pthread_mutex_t adding;
 };
 
-enum fate { LIVE, ENDING, ENDED };
+/* DRAINING can still become LIVE again; GIVEN_UP is ENDING whose waiter has left. */
+enum fate { LIVE, DRAINING, ENDING, GIVEN_UP, ENDED };
 
 /* Never freed, under 1 KiB each: whoever still holds a handle, in whatever order Python's collector takes a
    cycle apart, gets CLOSED and not freed memory. The same holds for libraries. */
@@ -58,6 +59,7 @@ struct sglang_fl_flagcx_communicator {
   int32_t creation_device; /* the device it was created on, or -1 if nobody named one */
   atomic_int open_groups;
   atomic_int fate; /* enum fate */
+  atomic_bool abort_tried;
   struct sglang_fl_flagcx_communicator *kept; /* the one created before */
 };
 

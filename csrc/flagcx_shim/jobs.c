@@ -182,14 +182,23 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_init(sglang_fl_flagcx_library *libr
 
 /* ending */
 
-static void end(sglang_fl_flagcx_job *job, int (*how)(void *), bool reopen) {
+/* An abort may come between the question and the reopening: it marks first and shuts second, so it is asked
+   for again. */
+static void reopen_unless_aborted(sglang_fl_flagcx_communicator *communicator) {
+  if (atomic_load(&communicator->abort_tried)) return;
+  gate_reopen(&communicator->gate);
+  if (atomic_load(&communicator->abort_tried)) atomic_store(&communicator->gate.shut, true);
+}
+
+static void end(sglang_fl_flagcx_job *job, int (*how)(void *)) {
   sglang_fl_flagcx_communicator *communicator = job->communicator;
   if (!gate_shut(&communicator->gate, job->drain_s)) {
-    if (reopen) gate_reopen(&communicator->gate);
-    atomic_store(&communicator->fate, LIVE);
+    reopen_unless_aborted(communicator);
     job->result = SGLANG_FL_FLAGCX_IN_USE;
+    atomic_store(&communicator->fate, LIVE);
     return;
   }
+  atomic_store(&communicator->fate, ENDING);
   if (communicator->creation_device >= 0) library_set_device(job->library, communicator->creation_device);
   job->result = how(communicator->comm);
   streams_free(communicator);
@@ -197,21 +206,22 @@ static void end(sglang_fl_flagcx_job *job, int (*how)(void *), bool reopen) {
   gate_leave(&job->library->gate);
 }
 
-/* A destroy that finds calls in flight leaves the communicator usable. */
+/* A destroy that finds calls in flight leaves the communicator usable, unless an abort was tried. */
 static void work_destroy(sglang_fl_flagcx_job *job) {
-  end(job, job->library->functions.flagcxCommDestroy, true);
+  end(job, job->library->functions.flagcxCommDestroy);
 }
 
 /* An abort that finds calls in flight keeps further ones out, and can be tried again. */
 static void work_abort(sglang_fl_flagcx_job *job) {
-  end(job, job->library->functions.flagcxCommAbort, false);
+  end(job, job->library->functions.flagcxCommAbort);
 }
 
 static sglang_fl_flagcx_job *start_end(sglang_fl_flagcx_communicator *communicator, double drain_s,
                                        void (*work)(sglang_fl_flagcx_job *), int32_t *code) {
-  int live = LIVE;
-  if (!atomic_compare_exchange_strong(&communicator->fate, &live, ENDING)) {
-    *code = SGLANG_FL_FLAGCX_ALREADY_ENDED;
+  int fate = LIVE;
+  if (!atomic_compare_exchange_strong(&communicator->fate, &fate, DRAINING)) {
+    const bool under_way = fate == DRAINING || fate == ENDING;
+    *code = under_way ? SGLANG_FL_FLAGCX_ENDING_NOW : SGLANG_FL_FLAGCX_ALREADY_ENDED;
     return NULL;
   }
   sglang_fl_flagcx_job *job = job_new(communicator->library, work);
@@ -237,6 +247,8 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_abort(sglang_fl_flagcx_communicator
   if (communicator == NULL) return NULL;
   *code = SGLANG_FL_FLAGCX_MISSING_SYMBOL;
   if (!communicator->library->present.flagcxCommAbort) return NULL;
+  atomic_store(&communicator->abort_tried, true);
+  atomic_store(&communicator->gate.shut, true);
   return start_end(communicator, drain_s, work_abort, code);
 }
 
@@ -281,6 +293,16 @@ sglang_fl_flagcx_communicator *sglang_fl_flagcx_job_communicator(sglang_fl_flagc
   return job->communicator;
 }
 
+/* Nobody waits any more for an end that is still in the library: later ones need not wait for it either. */
+static void give_up_end(sglang_fl_flagcx_job *job) {
+  int ending = ENDING;
+  atomic_compare_exchange_strong(&job->communicator->fate, &ending, GIVEN_UP);
+}
+
 void sglang_fl_flagcx_job_release(sglang_fl_flagcx_job *job) {
-  if (job != NULL) job_drop(job);
+  if (job == NULL) return;
+  pthread_mutex_lock(&job->lock);
+  if (!job->done && (job->work == work_destroy || job->work == work_abort)) give_up_end(job);
+  pthread_mutex_unlock(&job->lock);
+  job_drop(job);
 }

@@ -10,7 +10,8 @@ enum {
   SGLANG_FL_FLAGCX_NO_THREAD = -7,      /* the system gave no thread */
   SGLANG_FL_FLAGCX_BAD_UNIQUE_ID = -8,  /* a unique id of an impossible size */
   SGLANG_FL_FLAGCX_NOT_LOADED = -9,     /* dlopen refused the file */
-  SGLANG_FL_FLAGCX_NO_MEMORY_GIVEN = -10 /* the library said success and returned no pointer */
+  SGLANG_FL_FLAGCX_NO_MEMORY_GIVEN = -10, /* the library said success and returned no pointer */
+  SGLANG_FL_FLAGCX_ENDING_NOW = -11       /* another close or abort is under way: ask again */
 };
 
 /* Bytes of a unique id as flagcx.h declares it, and the most that the shim can carry. */

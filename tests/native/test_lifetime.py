@@ -110,6 +110,103 @@ def test_abort_never_runs_under_a_call_and_keeps_new_calls_out(
     assert len(recorder.calls("flagcxCommAbort")) == 1
 
 
+def start_close(communicator: FlagCXCommunicator, drain_s: float) -> tuple[threading.Thread, list[FlagCXError]]:
+    """Another thread in close(), which waits for a call in flight; the errors that it raises."""
+    errors: list[FlagCXError] = []
+
+    def close() -> None:
+        try:
+            communicator.close(drain_s=drain_s)
+        except FlagCXError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    wait_until(lambda: not communicator.is_open)
+    return thread, errors
+
+
+@pytest.mark.parametrize(("end", "symbol"), [("close", "flagcxCommDestroy"), ("abort", "flagcxCommAbort")])
+def test_an_end_during_a_close_that_fails_does_its_own(
+    communicator: FlagCXCommunicator,
+    recorder: Recorder,
+    blocked_call: threading.Thread,
+    end: str,
+    symbol: str,
+) -> None:
+    """Given a close that waits for a call and gives up, when another end came meanwhile, then that one ends it."""
+    closing, errors = start_close(communicator, drain_s=0.3)
+    other = threading.Thread(target=getattr(communicator, end))
+    other.start()
+    closing.join()
+    assert [error.code for error in errors] == [ResultCode.IN_USE]
+    assert other.is_alive(), "success was reported while a call was in flight"
+    recorder.unblock("flagcxAllReduce")
+    other.join()
+    blocked_call.join()
+    assert len(recorder.calls(symbol)) == 1
+    assert not communicator.is_open
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_an_end_during_a_close_that_succeeds_waits_for_it(
+    communicator: FlagCXCommunicator,
+    library: FlagCXLibrary,
+    recorder: Recorder,
+    blocked_call: threading.Thread,
+    end: str,
+) -> None:
+    closing, errors = start_close(communicator, drain_s=LIMIT_S)
+    with pytest.raises(FlagCXError, match="another close or abort is still under way") as raised:
+        getattr(communicator, end)(timeout_s=0.05)
+    assert raised.value.code == ResultCode.TIMED_OUT
+    recorder.block("flagcxCommDestroy")
+    recorder.unblock("flagcxAllReduce")
+    other = threading.Thread(target=getattr(communicator, end))
+    other.start()
+    wait_until(lambda: recorder.calls("flagcxCommDestroy"))
+    recorder.unblock("flagcxCommDestroy")
+    other.join()
+    library.close()
+    closing.join()
+    blocked_call.join()
+    assert errors == []
+    assert recorder.calls("flagcxCommAbort") == []
+
+
+def test_a_close_after_a_tried_abort_does_not_reopen(
+    communicator: FlagCXCommunicator, recorder: Recorder, blocked_call: threading.Thread
+) -> None:
+    """Given an abort that found a call in flight, when close finds it too, then calls still answer CLOSED."""
+    for end in (communicator.abort, communicator.close):
+        with pytest.raises(FlagCXError) as in_use:
+            end(drain_s=0.05)
+        assert in_use.value.code == ResultCode.IN_USE
+        assert not communicator.is_open
+        with pytest.raises(FlagCXError) as refused:
+            reduce(communicator)
+        assert refused.value.code == ResultCode.CLOSED
+    recorder.unblock("flagcxAllReduce")
+    blocked_call.join()
+    communicator.close()
+    assert len(recorder.calls("flagcxCommDestroy")) == 1
+
+
+def test_an_abort_during_a_close_keeps_it_from_reopening(
+    communicator: FlagCXCommunicator, recorder: Recorder, blocked_call: threading.Thread
+) -> None:
+    closing, errors = start_close(communicator, drain_s=0.3)
+    with pytest.raises(FlagCXError) as raised:
+        communicator.abort(timeout_s=0.05)
+    assert raised.value.code == ResultCode.TIMED_OUT
+    closing.join()
+    assert [error.code for error in errors] == [ResultCode.IN_USE]
+    assert not communicator.is_open
+    recorder.unblock("flagcxAllReduce")
+    blocked_call.join()
+    communicator.abort()
+
+
 def test_an_end_that_does_not_come_back_is_given_up(communicator: FlagCXCommunicator, recorder: Recorder) -> None:
     recorder.block("flagcxCommAbort")
     with pytest.raises(FlagCXError, match=r"abort\(rank=1\): TIMED_OUT.*The limit was 0.1 s") as raised:

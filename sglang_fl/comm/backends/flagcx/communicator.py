@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOpera
 
 END_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 5.0
+_PENDING_END_POLL_S = 0.005
 _MESSAGE_BYTES = 1024
 
 
@@ -292,16 +294,20 @@ class FlagCXCommunicator:
     def close(self, timeout_s: float = END_LIMIT_S, drain_s: float = DRAIN_LIMIT_S) -> None:
         """Destroy the communicator after the calls in flight. Idempotent, from any thread.
 
+        While another close or abort is under way it waits for that one, and then does its own if need be.
+
         Raises:
             FlagCXError: IN_USE if calls are in flight or groups open after ``drain_s`` seconds, it then stays
-                usable; TIMED_OUT if the library has not come back after ``timeout_s`` seconds.
+                usable unless an abort was tried; TIMED_OUT if the library, or the other close or abort, has not
+                come back after ``timeout_s`` seconds.
         """
         self._end(self._lib.sglang_fl_flagcx_start_destroy, "close", timeout_s, drain_s)
 
     def abort(self, timeout_s: float = END_LIMIT_S, drain_s: float = DRAIN_LIMIT_S) -> None:
         """End it without waiting for enqueued work; what that work wrote is undefined. Idempotent, local.
 
-        Once it has begun, every other call answers CLOSED.
+        Once it has begun, every other call answers CLOSED, whatever becomes of it. While another close or abort
+        is under way it waits for that one, and then does its own if need be.
 
         Raises:
             FlagCXError: IN_USE if calls are still in flight after ``drain_s`` seconds (aborting under them would
@@ -348,13 +354,21 @@ class FlagCXCommunicator:
         return error
 
     def _end(self, start: Callable[..., Any], what: str, timeout_s: float, drain_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         code = self._ffi.new("int32_t *")
         handle = start(self.handle, min(drain_s, timeout_s), code)
+        while code[0] == ResultCode.ENDING_NOW:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                details = f"rank {self.rank} of {self.world_size}: another close or abort is still under way"
+                raise jobs.timed_out(what, timeout_s, details, self.rank)
+            time.sleep(min(_PENDING_END_POLL_S, left_s))
+            handle = start(self.handle, max(0.0, min(drain_s, deadline - time.monotonic())), code)
         if code[0] == ResultCode.ALREADY_ENDED:
             return
         with jobs.started(self.library.native, what, handle, code[0]) as job:
             try:
-                result = job.result(timeout_s)
+                result = job.result(max(0.0, deadline - time.monotonic()))
             except jobs.TimeLimitError:
                 details = f"rank {self.rank} of {self.world_size}"
                 raise jobs.timed_out(what, timeout_s, details, self.rank) from None

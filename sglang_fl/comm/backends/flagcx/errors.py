@@ -33,6 +33,7 @@ class ResultCode(IntEnum):
     BAD_UNIQUE_ID = -8
     NOT_LOADED = -9
     NO_MEMORY_GIVEN = -10
+    ENDING_NOW = -11
     TIMED_OUT = -100
     NOT_FOUND = -101
     WRONG_FILE = -102
@@ -73,6 +74,7 @@ EXPLANATIONS: dict[ResultCode, str] = {
     ResultCode.BAD_UNIQUE_ID: "a unique id must be handed on with all its bytes as unique_id() returned them",
     ResultCode.NOT_LOADED: "the loader refused the file",
     ResultCode.NO_MEMORY_GIVEN: "the library reported success and returned no pointer; the library is at fault",
+    ResultCode.ENDING_NOW: "another close or abort of it is under way",
     ResultCode.TIMED_OUT: (
         "the time limit passed; a peer is missing, stopped or unreachable. The call was given up and its thread "
         "left behind"
