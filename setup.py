@@ -31,7 +31,8 @@ class BuildOrSayWhy(build_ext):
             super().build_extension(ext)
         except (BaseError, CCompilerError) as error:
             ext.optional = True  # or the copy into the source tree fails on the missing file
-            target.unlink(missing_ok=True)
+            for path in self._copies_of(target):
+                path.unlink(missing_ok=True)
             for path in reason_files:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(f"{error}\n", encoding="utf-8")
@@ -41,11 +42,19 @@ class BuildOrSayWhy(build_ext):
             path.unlink(missing_ok=True)
 
     def _reason_files(self, target: Path) -> list[Path]:
-        """In the build folder and, for an editable install, in the source tree."""
-        files = [target.parent / REASON_FILE]
+        return [folder / REASON_FILE for folder in self._folders(target)]
+
+    def _copies_of(self, target: Path) -> list[Path]:
+        """The extension itself, and those that an earlier build may have left under any name it can be loaded by."""
+        left = [path for folder in self._folders(target) for path in folder.glob(f"{target.name.split('.')[0]}.*.so")]
+        return [target, *left]
+
+    def _folders(self, target: Path) -> list[Path]:
+        """The build folder and, for an editable install, the package in the source tree."""
+        folders = [target.parent]
         if self.inplace or self.editable_mode:
-            files.append(Path(__file__).resolve().parent / "sglang_fl" / REASON_FILE)
-        return files
+            folders.append(Path(__file__).resolve().parent / "sglang_fl")
+        return folders
 
 
 setup(

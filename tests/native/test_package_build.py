@@ -127,6 +127,35 @@ def test_without_a_compiler_the_package_builds_and_says_why_flagcx_is_off(
     assert reason in text
 
 
+def test_a_failed_rebuild_leaves_no_old_extension(checkout: Path, tmp_path: Path) -> None:
+    """Given an editable install, when its sources no longer compile, then FlagCX is off with the reason."""
+    tree = shutil.copytree(checkout, tmp_path / "checkout")
+    build(tree, "build_editable", tmp_path / "first")
+    extension = tree / "sglang_fl" / "_flagcx.abi3.so"
+    assert extension.exists()
+    with (tree / "csrc" / "flagcx_shim" / "gate.c").open("a") as source:
+        source.write("this is no C\n")
+
+    build(tree, "build_editable", tmp_path / "second")
+
+    assert list(tree.rglob("_flagcx*.so")) == []
+    assert "sglang_fl was built without it: " in run(tree, OPEN)
+
+
+def test_the_recorded_reason_wins_over_an_extension_of_an_earlier_build(wheel: Path, tmp_path: Path) -> None:
+    installed = install(wheel, tmp_path)
+    (installed / "sglang_fl" / "_flagcx_absent.txt").write_text("gate.c does not compile\n")
+    assert "NO_EXTENSION" in (text := run(installed, OPEN))
+    assert "sglang_fl was built without it: gate.c does not compile" in text
+
+
+def test_a_rebuild_that_succeeds_removes_the_reason(checkout: Path, tmp_path: Path) -> None:
+    tree = shutil.copytree(checkout, tmp_path / "checkout")
+    (tree / "sglang_fl" / "_flagcx_absent.txt").write_text("no compiler\n")
+    build(tree, "build_editable", tmp_path / "editable")
+    assert "NOT_FOUND" in run(tree, OPEN)
+
+
 def test_an_extension_of_another_version_is_refused(wheel: Path, tmp_path: Path) -> None:
     installed = install(wheel, tmp_path)
     package = installed / "sglang_fl" / "__init__.py"

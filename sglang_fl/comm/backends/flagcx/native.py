@@ -28,10 +28,17 @@ def load() -> Native:
     Raises:
         FlagCXError: NO_EXTENSION, with the reason that the build recorded, or naming both versions that differ.
     """
+    reason = _recorded_reason()
+    if reason is not None:  # an extension that lies there all the same is of an earlier build
+        raise FlagCXError(
+            ResultCode.NO_EXTENSION,
+            "load the extension",
+            f"sglang_fl was built without it: {reason}; install a C compiler and {REINSTALL}",
+        )
     try:
         module = importlib.import_module("sglang_fl._flagcx")
     except ImportError as error:
-        raise FlagCXError(ResultCode.NO_EXTENSION, "load the extension", _why_absent(error)) from error
+        raise FlagCXError(ResultCode.NO_EXTENSION, "load the extension", f"{error}; {REINSTALL}") from error
     native = Native(module.lib, module.ffi)
     built_for = native.ffi.string(native.lib.sglang_fl_flagcx_package_version()).decode()
     if built_for != sglang_fl.__version__:
@@ -44,10 +51,8 @@ def load() -> Native:
     return native
 
 
-def _why_absent(error: ImportError) -> str:
-    reason_file = Path(sglang_fl.__file__).parent / REASON_FILE
+def _recorded_reason() -> str | None:
     try:
-        reason = reason_file.read_text(encoding="utf-8").strip()
+        return (Path(sglang_fl.__file__).parent / REASON_FILE).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        return f"{error}; {REINSTALL}"
-    return f"sglang_fl was built without it: {reason}; install a C compiler and {REINSTALL}"
+        return None
