@@ -2,7 +2,8 @@
 
    FlagCX offers no time limit: an absent peer blocks flagcxCommInitRank without end, and flagcxCommAbort was
    seen not to return. A job is shared by its thread and its waiter and freed by the later of the two. What an
-   abandoned job creates is never used and never destroyed: both could touch peers that have moved on. */
+   abandoned creation makes is never used and never destroyed: both could touch peers that have moved on. Its
+   thread aborts it, which is local, so that a peer that came late gets an error and does not wait for ever. */
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
@@ -15,7 +16,10 @@
 struct sglang_fl_flagcx_job {
   pthread_mutex_t lock;
   pthread_cond_t finished;
+  pthread_cond_t claimed;
   bool done;
+  bool taken;    /* the waiter has the communicator created */
+  bool released; /* the waiter has left */
   int owners;
   int32_t result;
   void (*work)(sglang_fl_flagcx_job *job);
@@ -40,10 +44,13 @@ static void job_drop(sglang_fl_flagcx_job *job) {
   bool last = --job->owners == 0;
   pthread_mutex_unlock(&job->lock);
   if (!last) return;
+  pthread_cond_destroy(&job->claimed);
   pthread_cond_destroy(&job->finished);
   pthread_mutex_destroy(&job->lock);
   free(job);
 }
+
+static void abort_unless_taken(sglang_fl_flagcx_job *job);
 
 static void *job_thread(void *argument) {
   sglang_fl_flagcx_job *job = argument;
@@ -52,6 +59,7 @@ static void *job_thread(void *argument) {
   job->done = true;
   pthread_cond_broadcast(&job->finished);
   pthread_mutex_unlock(&job->lock);
+  abort_unless_taken(job);
   job_drop(job);
   return NULL;
 }
@@ -64,6 +72,7 @@ static sglang_fl_flagcx_job *job_new(sglang_fl_flagcx_library *library, void (*w
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_cond_init(&job->finished, &monotonic);
   pthread_condattr_destroy(&monotonic);
+  pthread_cond_init(&job->claimed, NULL);
   pthread_mutex_init(&job->lock, NULL);
   job->owners = 1;
   job->work = work;
@@ -216,6 +225,17 @@ static void work_abort(sglang_fl_flagcx_job *job) {
   end(job, job->library->functions.flagcxCommAbort);
 }
 
+/* A creation is the waiter's once it takes it. Whether the waiter leaves before or after the creation is done,
+   what it did not take is aborted here. */
+static void abort_unless_taken(sglang_fl_flagcx_job *job) {
+  if (job->work != work_init || job->result != 0) return;
+  pthread_mutex_lock(&job->lock);
+  while (!job->taken && !job->released) pthread_cond_wait(&job->claimed, &job->lock);
+  const bool taken = job->taken;
+  pthread_mutex_unlock(&job->lock);
+  if (!taken && job->library->present.flagcxCommAbort) work_abort(job);
+}
+
 static sglang_fl_flagcx_job *start_end(sglang_fl_flagcx_communicator *communicator, double drain_s,
                                        void (*work)(sglang_fl_flagcx_job *), int32_t *code) {
   int fate = LIVE;
@@ -290,6 +310,10 @@ size_t sglang_fl_flagcx_job_unique_id(sglang_fl_flagcx_job *job, uint8_t *unique
 
 sglang_fl_flagcx_communicator *sglang_fl_flagcx_job_communicator(sglang_fl_flagcx_job *job) {
   if (job == NULL || job->result != 0) return NULL;
+  pthread_mutex_lock(&job->lock);
+  job->taken = true;
+  pthread_cond_signal(&job->claimed);
+  pthread_mutex_unlock(&job->lock);
   return job->communicator;
 }
 
@@ -303,6 +327,8 @@ void sglang_fl_flagcx_job_release(sglang_fl_flagcx_job *job) {
   if (job == NULL) return;
   pthread_mutex_lock(&job->lock);
   if (!job->done && (job->work == work_destroy || job->work == work_abort)) give_up_end(job);
+  job->released = true;
+  pthread_cond_signal(&job->claimed);
   pthread_mutex_unlock(&job->lock);
   job_drop(job);
 }

@@ -233,6 +233,36 @@ def test_a_rank_killed_while_creating(hostcx: dict[str, str], victim: int) -> No
     assert memory.left_behind() == set()
 
 
+def test_a_rank_that_gave_its_creation_up_fails_the_others_calls(hostcx: dict[str, str]) -> None:
+    """Given a rank that gave up waiting for a late one, when that one comes and calls, then it gets an error."""
+
+    def rank_main(context: RankContext) -> tuple[ResultCode | int, str]:
+        library, store = FlagCXLibrary.open(), context.store("id")
+        if context.rank == 0:
+            unique_id = library.unique_id()
+            try:
+                FlagCXCommunicator.create(library, unique_id, 2, 0, timeout_s=0.3)
+            except FlagCXError as error:
+                store.set("id", unique_id)
+                _wait_for([context.directory / "seen"])
+                return error.code, str(error)
+            raise AssertionError("a communicator was created without all its ranks")
+        try:
+            communicator = FlagCXCommunicator.create(library, store.get("id"), 2, 1, timeout_s=20.0)
+            tensor = torch.ones(1 << 20)
+            communicator.all_reduce(tensor.data_ptr(), tensor.data_ptr(), tensor.numel(), DataType.FLOAT32, 0)
+        except FlagCXError as error:
+            return error.code, str(error)
+        finally:
+            (context.directory / "seen").touch()
+        raise AssertionError("an all_reduce succeeded without its other rank")
+
+    early, late = run_ranks(rank_main, 2, gloo=False, env=hostcx)
+
+    assert early[0] is ResultCode.TIMED_OUT, early
+    assert late[0] is ResultCode.REMOTE_ERROR, late
+
+
 def _wait_for(paths: object) -> None:
     for path in paths:
         while not path.exists():

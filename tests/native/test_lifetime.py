@@ -23,7 +23,7 @@ from sglang_fl.comm.backends.flagcx import (
     ResultCode,
 )
 
-from .conftest import LIMIT_S
+from .conftest import LIMIT_S, MakeRecorder
 from .recorder import Recorder
 
 
@@ -271,7 +271,7 @@ def test_a_half_built_python_object_is_collected_in_silence() -> None:
 def test_a_creation_over_its_limit_names_stage_rank_world_and_address(
     library: FlagCXLibrary, recorder: Recorder
 ) -> None:
-    """Case 26, and the late end of a given-up creation: its communicator is neither used nor destroyed."""
+    """Case 26, and the late end of a given-up creation: its communicator is aborted, neither used nor destroyed."""
     address = (2).to_bytes(2, "little") + (45678).to_bytes(2, "big") + bytes([192, 0, 2, 7])
     recorder.set_unique_id(bytes(range(8)) + address + bytes(240))
     recorder.block("flagcxCommInitRank")
@@ -281,11 +281,39 @@ def test_a_creation_over_its_limit_names_stage_rank_world_and_address(
     assert (raised.value.code, raised.value.rank) == (ResultCode.TIMED_OUT, 1)
     recorder.forget()
     recorder.unblock("flagcxCommInitRank")
+    wait_until(lambda: recorder.calls("flagcxCommAbort"))
+    assert recorder.names()[:2] == ["setDevice", "flagcxCommAbort"]
+    FlagCXCommunicator.create(library, library.unique_id(), 4, 1, LIMIT_S).close()
+    assert recorder.names().count("flagcxCommDestroy") == 1
+    wait_until(lambda: library.native.lib.sglang_fl_flagcx_library_users(library.handle) == 0)
+    library.close()
+
+
+def test_a_late_communicator_of_a_library_without_abort_is_left_alone(make_recorder: MakeRecorder) -> None:
+    recorder = make_recorder(hidden=("flagcxCommAbort",))
+    library = FlagCXLibrary.open(recorder.path)
+    unique_id = library.unique_id()
+    recorder.block("flagcxCommInitRank")
+    with pytest.raises(FlagCXError, match="TIMED_OUT"):
+        FlagCXCommunicator.create(library, unique_id, 4, 1, 0.1)
+    recorder.forget()
+    recorder.unblock("flagcxCommInitRank")
     time.sleep(0.2)  # the late communicator is there now
     with pytest.raises(FlagCXError, match="given up"):
         library.close()
     assert recorder.names() == []
-    FlagCXCommunicator.create(library, library.unique_id(), 4, 1, LIMIT_S).close()
+
+
+def test_a_creation_done_but_never_collected_is_aborted(library: FlagCXLibrary, recorder: Recorder) -> None:
+    """Given a creation that succeeds, when its waiter leaves before it looks, then it is aborted all the same."""
+    lib, ffi = library.native
+    unique_id, code = library.unique_id(), ffi.new("int32_t *")
+    job = lib.sglang_fl_flagcx_start_init(library.handle, unique_id, len(unique_id), 2, 1, 0, code)
+    wait_until(lambda: lib.sglang_fl_flagcx_job_wait(job, 0.01))
+    assert recorder.calls("flagcxCommAbort") == []
+    lib.sglang_fl_flagcx_job_release(job)
+    wait_until(lambda: recorder.calls("flagcxCommAbort"))
+    wait_until(lambda: lib.sglang_fl_flagcx_library_users(library.handle) == 0)
 
 
 def test_a_unique_id_has_a_limit_too(library: FlagCXLibrary, recorder: Recorder) -> None:

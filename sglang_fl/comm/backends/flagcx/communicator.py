@@ -64,7 +64,8 @@ class FlagCXCommunicator:
         Args:
             unique_id: what ``library.unique_id()`` returned on one rank, with all its bytes.
             world_size, rank: number of ranks, and this one's, from 0.
-            timeout_s: limit in seconds, after which the creation is given up and its thread left behind.
+            timeout_s: limit in seconds, after which the creation is given up and its thread left behind. If it
+                comes to an end later, that thread aborts what it made, where the library has an abort.
             device: this rank's device; None means the calling thread's current one.
 
         Raises:

@@ -168,7 +168,7 @@ class FlagCXLibrary:
                 code,
                 "close the library",
                 f"{users} communicators, groups or calls of {self.path} still live; close the communicators first. "
-                "One whose creation was given up lives until the process ends",
+                "One whose creation was given up lives until that fails or is aborted",
             )
         if code not in (0, ResultCode.ALREADY_ENDED):
             raise FlagCXError(code, "close the library")
