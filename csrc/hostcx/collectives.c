@@ -55,7 +55,7 @@ static flagcxResult_t await_inputs(struct run *run, const char *own, size_t offs
 static flagcxResult_t barrier(struct run *run)
 {
     char *stage;
-    flagcxResult_t result = step_acquire(run->c, &stage);
+    flagcxResult_t result = step_acquire(run->c, run->signature, &stage);
     if (result != flagcxSuccess)
         return result;
     step_post(run->c, run->signature);
@@ -70,7 +70,7 @@ static flagcxResult_t all_reduce_at_once(struct run *run)
 {
     char *stage;
     size_t bytes = run->count * run->size;
-    flagcxResult_t result = step_acquire(run->c, &stage);
+    flagcxResult_t result = step_acquire(run->c, run->signature, &stage);
     if (result != flagcxSuccess)
         return result;
     memcpy(stage, run->send, bytes + PLANTED_EXTRA_BYTES);
@@ -126,7 +126,7 @@ static flagcxResult_t show_parts(struct run *run, const struct piece *piece, siz
 {
     struct communicator *c = run->c;
     char *stage;
-    flagcxResult_t result = step_acquire(c, &stage);
+    flagcxResult_t result = step_acquire(c, run->signature, &stage);
     if (result != flagcxSuccess)
         return result;
     for (int rank = 0; rank < c->nranks; rank++) {
@@ -162,7 +162,7 @@ static flagcxResult_t reduce_part(struct run *run, const struct piece *piece)
         return result;
     run->reduce(run->receive + start, run->inputs, c->nranks, length);
     step_finish(c);
-    result = step_acquire(c, &stage);
+    result = step_acquire(c, run->signature, &stage);
     if (result != flagcxSuccess)
         return result;
     memcpy(stage, run->receive + start, length * run->size);
@@ -229,27 +229,50 @@ static flagcxResult_t reduce_scatter(struct run *run)
 static flagcxResult_t show(struct run *run, size_t offset, size_t bytes)
 {
     char *stage;
-    flagcxResult_t result = step_acquire(run->c, &stage);
+    flagcxResult_t result = step_acquire(run->c, run->signature, &stage);
     if (result != flagcxSuccess)
         return result;
-    memcpy(stage, run->send + offset, bytes);
+    if (bytes > 0)
+        memcpy(stage, run->send + offset, bytes);
     step_post(run->c, run->signature);
     return flagcxSuccess;
 }
 
-static flagcxResult_t reduce(struct run *run)
+/* Says what this rank is in, where it has nothing to show. */
+static flagcxResult_t take_part(struct run *run) { return show(run, 0, 0); }
+
+/* The end of a piece that this rank did not need all others for; after the last one all must agree. */
+static flagcxResult_t end_piece(struct run *run, bool is_last)
+{
+    flagcxResult_t result = is_last ? await_inputs(run, NULL, 0) : flagcxSuccess;
+    if (result == flagcxSuccess)
+        step_finish(run->c);
+    return result;
+}
+
+static flagcxResult_t reduce_piece(struct run *run, size_t start, size_t length)
 {
     struct communicator *c = run->c;
+    if (c->rank != run->root)
+        return show(run, start * run->size, length * run->size);
+    flagcxResult_t result = take_part(run);
+    if (result == flagcxSuccess)
+        result = await_inputs(run, run->send + start * run->size, 0);
+    if (result == flagcxSuccess)
+        run->reduce(run->receive + start * run->size, run->inputs, c->nranks, length);
+    return result;
+}
+
+static flagcxResult_t reduce(struct run *run)
+{
     size_t largest = STAGE_BYTES / run->size;
     for (size_t start = 0; start < run->count; start += largest) {
         size_t length = smaller(run->count - start, largest);
-        flagcxResult_t result = c->rank == run->root ? await_inputs(run, run->send + start * run->size, 0)
-                                                     : show(run, start * run->size, length * run->size);
+        flagcxResult_t result = reduce_piece(run, start, length);
+        if (result == flagcxSuccess)
+            result = end_piece(run, start + length == run->count);
         if (result != flagcxSuccess)
             return result;
-        if (c->rank == run->root)
-            run->reduce(run->receive + start * run->size, run->inputs, c->nranks, length);
-        step_finish(c);
     }
     return flagcxSuccess;
 }
@@ -263,19 +286,26 @@ static flagcxResult_t take(struct run *run, int rank, char *to, size_t bytes)
     return result;
 }
 
+static flagcxResult_t broadcast_piece(struct run *run, size_t start, size_t length)
+{
+    if (run->c->rank == run->root)
+        return show(run, start, length);
+    flagcxResult_t result = take_part(run);
+    return result == flagcxSuccess ? take(run, run->root, run->receive + start, length) : result;
+}
+
 static flagcxResult_t broadcast(struct run *run)
 {
-    struct communicator *c = run->c;
     size_t bytes = run->count * run->size;
     for (size_t start = 0; start < bytes; start += STAGE_BYTES) {
         size_t length = smaller(bytes - start, STAGE_BYTES);
-        flagcxResult_t result = c->rank == run->root ? show(run, start, length)
-                                                     : take(run, run->root, run->receive + start, length);
+        flagcxResult_t result = broadcast_piece(run, start, length);
+        if (result == flagcxSuccess)
+            result = end_piece(run, start + length == bytes);
         if (result != flagcxSuccess)
             return result;
-        step_finish(c);
     }
-    if (c->rank == run->root)
+    if (run->c->rank == run->root)
         copy(run->receive, run->send, bytes);
     return flagcxSuccess;
 }
@@ -327,6 +357,7 @@ flagcxResult_t run_collective(struct communicator *c, const struct operation *op
     run.root = operation->root;
     if (c->nranks == 1)
         return run_alone(&run);
+    c->first_step = c->step;
     run.signature = signature_of(operation);
     run.reduce = reduction_for(operation->datatype, operation->op);
     return algorithms[operation->call](&run);

@@ -53,6 +53,8 @@ struct communicator {
     int nranks;
     /* The next step of a collective; the same on all ranks. */
     uint64_t step;
+    /* The first step of the collective in progress. */
+    uint64_t first_step;
     /* Nanoseconds that a wait spins before it sleeps, now and at most. */
     int64_t spin;
     int64_t longest_spin;

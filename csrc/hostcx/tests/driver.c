@@ -61,6 +61,8 @@ static void walk_everything(int nranks, bool plain)
     walk_groups(nranks);
     say("failures");
     walk_failures(nranks);
+    say("disagreement");
+    walk_disagreement(nranks);
     if (mode == AS_PROCESSES) {
         say("deaths");
         walk_deaths(nranks);

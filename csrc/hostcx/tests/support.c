@@ -54,6 +54,19 @@ double now_seconds(void)
     return (double)time.tv_sec + (double)time.tv_nsec / 1e9;
 }
 
+void expect_async_error(struct rank *r, flagcxResult_t wanted, const char *words)
+{
+    flagcxResult_t error = flagcxSuccess;
+    float value = 1;
+    OK(flagcxCommGetAsyncError(r->comm, &error));
+    CHECK_SAYING(error == wanted, "the async error is %d, not %d", (int)error, (int)wanted);
+    /* It stays, and every further call answers with it. */
+    CHECK_RESULT(flagcxAllReduce(&value, &value, 1, flagcxFloat32, flagcxSum, r->comm, r->stream), wanted);
+    CHECK_RESULT(flagcxSend(&value, 1, flagcxFloat32, 0, r->comm, r->stream), wanted);
+    CHECK_SAYING(strstr(flagcxGetLastError(r->comm), words) != NULL, "\"%s\" does not say \"%s\"",
+                 flagcxGetLastError(r->comm), words);
+}
+
 static void remember_calls(void)
 {
     for (int i = 0; hostcxCallName(i) != NULL; i++)

@@ -64,6 +64,9 @@ void add_calls(void);
 
 void check_that(bool holds, const char *file, int line, const char *format, ...) __attribute__((format(printf, 4, 5)));
 
+/* The communicator has failed: with this code, in these words, and for good. */
+void expect_async_error(struct rank *r, flagcxResult_t wanted, const char *words);
+
 #define CHECK(holds) check_that((holds), __FILE__, __LINE__, "%s", #holds)
 #define CHECK_SAYING(holds, ...) check_that((holds), __FILE__, __LINE__, __VA_ARGS__)
 #define CHECK_RESULT(call, wanted)                                                                           \

@@ -17,8 +17,11 @@ void walk_interface(int nranks);
 /* Wrong unique ids, wrong use while joining. */
 void walk_joining(int nranks);
 
-/* Abort, ranks that leave, ranks that disagree, damaged shared memory. */
+/* Abort, ranks that leave, damaged shared memory. */
 void walk_failures(int nranks);
+
+/* Ranks that do not make the same call. */
+void walk_disagreement(int nranks);
 
 /* Killed processes; only where ranks are processes. */
 void walk_deaths(int nranks);

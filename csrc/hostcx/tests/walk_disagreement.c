@@ -1,0 +1,118 @@
+/* Ranks that do not make the same call: each that can see it is told, and none is given another call's data. */
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "support.h"
+#include "walks.h"
+
+enum { FEW = 8, MANY = 600000 };
+
+/* What one rank calls; even ranks make the first of a pair, odd ranks the second. */
+struct call {
+    flagcxResult_t (*make)(struct rank *r, const struct call *call, float *values);
+    size_t count;
+    flagcxDataType_t datatype;
+    int root;
+};
+
+/* Roots other than a certain rank. */
+enum { OWN = -1, NEXT = -2 };
+
+static int root_of(const struct rank *r, const struct call *call)
+{
+    if (call->root == OWN)
+        return r->rank;
+    return call->root == NEXT ? (r->rank + 1) % r->nranks : call->root;
+}
+
+static flagcxResult_t all_reduce(struct rank *r, const struct call *call, float *values)
+{
+    return flagcxAllReduce(values, values, call->count, call->datatype, flagcxSum, r->comm, r->stream);
+}
+
+static flagcxResult_t all_reduce_max(struct rank *r, const struct call *call, float *values)
+{
+    return flagcxAllReduce(values, values, call->count, call->datatype, flagcxMax, r->comm, r->stream);
+}
+
+static flagcxResult_t broadcast(struct rank *r, const struct call *call, float *values)
+{
+    return flagcxBroadcast(values, values, call->count, call->datatype, root_of(r, call), r->comm, r->stream);
+}
+
+static flagcxResult_t reduce(struct rank *r, const struct call *call, float *values)
+{
+    return flagcxReduce(values, values, call->count, call->datatype, flagcxSum, root_of(r, call), r->comm, r->stream);
+}
+
+static flagcxResult_t barrier(struct rank *r, const struct call *call, float *values)
+{
+    (void)call;
+    (void)values;
+    return flagcxBarrier(r->comm, r->stream);
+}
+
+struct pair {
+    const char *name;
+    struct call calls[2];
+};
+
+static const struct pair collectives[] = {
+    {"counts", {{all_reduce, FEW, flagcxFloat32, 0}, {all_reduce, FEW / 2, flagcxFloat32, 0}}},
+    {"operations", {{all_reduce, FEW, flagcxFloat32, 0}, {all_reduce_max, FEW, flagcxFloat32, 0}}},
+    {"types", {{all_reduce, FEW, flagcxFloat32, 0}, {all_reduce, FEW, flagcxInt32, 0}}},
+    {"broadcast from oneself", {{broadcast, FEW, flagcxFloat32, OWN}, {broadcast, FEW, flagcxFloat32, OWN}}},
+    {"broadcast from the next", {{broadcast, FEW, flagcxFloat32, NEXT}, {broadcast, FEW, flagcxFloat32, NEXT}}},
+    {"reduce to oneself", {{reduce, FEW, flagcxFloat32, OWN}, {reduce, FEW, flagcxFloat32, OWN}}},
+    {"reduce to the next", {{reduce, FEW, flagcxFloat32, NEXT}, {reduce, FEW, flagcxFloat32, NEXT}}},
+    {"broadcast and reduce", {{broadcast, FEW, flagcxFloat32, 0}, {reduce, FEW / 2, flagcxFloat32, 0}}},
+    {"broadcast and barrier", {{broadcast, FEW, flagcxFloat32, 0}, {barrier, 0, flagcxInt8, 0}}},
+    {"large broadcasts", {{broadcast, MANY, flagcxFloat32, OWN}, {broadcast, MANY, flagcxFloat32, OWN}}},
+    {"large reductions", {{reduce, MANY, flagcxFloat32, NEXT}, {reduce, MANY, flagcxFloat32, NEXT}}},
+    {"large broadcast, small reduce", {{broadcast, MANY, flagcxFloat32, 0}, {reduce, FEW, flagcxFloat32, 0}}},
+    {"large reduce, small broadcast", {{broadcast, FEW, flagcxFloat32, 0}, {reduce, MANY, flagcxFloat32, 0}}},
+};
+
+/* Two ranks both see it. Of more, one may hear first that another has given up. */
+static void expect_disagreement(struct rank *r, flagcxResult_t result, const char *name)
+{
+    bool told = result == flagcxInvalidUsage || (r->nranks > 2 && result == flagcxRemoteError);
+    CHECK_SAYING(told, "%s: rank %d of %d got %d", name, r->rank, r->nranks, (int)result);
+    if (told)
+        expect_async_error(r, result, result == flagcxInvalidUsage ? "same call" : "rank");
+}
+
+static void call_different_collectives(struct rank *r)
+{
+    const struct pair *pair = r->argument;
+    const struct call *call = &pair->calls[r->rank % 2];
+    float *values = calloc(MANY, sizeof *values);
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    /* The stages have been in use, and are so from the middle on. */
+    for (int i = 0; i < 6; i++)
+        OK(flagcxBroadcast(values, values, FEW, flagcxFloat32, i % r->nranks, r->comm, r->stream));
+    expect_disagreement(r, call->make(r, call, values), pair->name);
+    OK(flagcxCommDestroy(r->comm));
+    free(values);
+}
+
+static void disagree_on_bytes(struct rank *r)
+{
+    float values[8] = {1};
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    if (r->rank == 0)
+        OK(flagcxSend(values, 8, flagcxFloat32, 1, r->comm, r->stream));
+    if (r->rank == 1) {
+        CHECK_RESULT(flagcxRecv(values, 4, flagcxFloat32, 0, r->comm, r->stream), flagcxInvalidUsage);
+        expect_async_error(r, flagcxInvalidUsage, "32 bytes");
+    }
+    OK(flagcxCommDestroy(r->comm));
+}
+
+void walk_disagreement(int nranks)
+{
+    for (size_t i = 0; i < sizeof collectives / sizeof collectives[0]; i++)
+        run_ranks_bare(nranks, call_different_collectives, &collectives[i]);
+    run_ranks_bare(nranks, disagree_on_bytes, NULL);
+}
