@@ -175,6 +175,54 @@ def loaded_end(path: Path, content: bytes) -> int:
     return max(int(words[1], 16) + int(words[4], 16) for words in loads)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "nul\0byte"], ids=["long name", "long path", "nul"])
+def test_a_path_that_no_system_call_takes(name: str, tmp_path: Path) -> None:
+    error = opening_error(f"{tmp_path}/{name}")
+    assert error.code == ResultCode.NOT_FOUND
+    assert ALLOWED in str(error)
+
+
+@pytest.mark.parametrize("table", [2**64 - 1, 2**63, 2**63 - 1, 2**40])
+def test_a_header_that_places_its_table_beyond_all_files(table: int, recorder: Recorder, tmp_path: Path) -> None:
+    path = tmp_path / "absurd.so"
+    content = bytearray(recorder.path.read_bytes())
+    content[32:40] = table.to_bytes(8, "little")  # e_phoff
+    path.write_bytes(content)
+    error = opening_error(path)
+    assert error.code == ResultCode.WRONG_FILE
+    assert f"{path}: it is cut off: it has {len(content)} bytes, its header says" in str(error)
+
+
+def test_no_free_file_descriptor_is_said_as_that(recorder: Recorder) -> None:
+    """In a process of its own that uses all its descriptors up."""
+    program = f"""
+import os, resource
+from sglang_fl.comm.backends.flagcx import FlagCXError
+from sglang_fl.comm.backends.flagcx.locate import find
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        os.dup(0)
+except OSError:
+    pass
+for free in range(3):
+    try:
+        find({str(recorder.path)!r})
+        print("found")
+    except FlagCXError as error:
+        print(error)
+    os.close(63 - free)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "NO_FILE_DESCRIPTOR" in lines[0]
+    assert f"{recorder.path}: EMFILE, Too many open files" in lines[0]
+    assert "ulimit -n" in lines[0]
+    assert lines[1:] == ["found", "found"]
+
+
 def test_a_library_that_cannot_be_linked_is_the_loaders_error(tmp_path: Path) -> None:
     path = tmp_path / "unresolved.so"
     source = "int absent_function(void); int flagcxGetUniqueId(void) { return absent_function(); }"

@@ -39,6 +39,7 @@ class ResultCode(IntEnum):
     WRONG_FILE = -102
     NO_EXTENSION = -103
     BAD_ENVIRONMENT = -104
+    NO_FILE_DESCRIPTOR = -105
 
 
 EXPLANATIONS: dict[ResultCode, str] = {
@@ -82,6 +83,10 @@ EXPLANATIONS: dict[ResultCode, str] = {
     ResultCode.NOT_FOUND: "there is no FlagCX library in the places searched",
     ResultCode.WRONG_FILE: "the file is not a shared library that this process can load",
     ResultCode.NO_EXTENSION: "the package's native part is missing or does not belong to it",
+    ResultCode.NO_FILE_DESCRIPTOR: (
+        "this process (EMFILE) or the system (ENFILE) has no file descriptor left; close files or raise the limit: "
+        "ulimit -n, fs.file-max"
+    ),
     ResultCode.BAD_ENVIRONMENT: "FlagCX would end the process or fail on this environment variable",
 }
 

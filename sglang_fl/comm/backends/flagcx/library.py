@@ -65,8 +65,8 @@ class FlagCXLibrary:
         """Open the library that ``flagcx_path`` names; None means ``$FLAGCX_PATH``, empty the loader's path.
 
         Raises:
-            FlagCXError: NO_EXTENSION, NOT_FOUND, WRONG_FILE, NOT_LOADED, MISSING_SYMBOL (a function that no
-                communicator can do without), BAD_ENVIRONMENT, or what the library answered.
+            FlagCXError: NO_EXTENSION, NOT_FOUND, WRONG_FILE, NO_FILE_DESCRIPTOR, NOT_LOADED, MISSING_SYMBOL (a
+                function that no communicator can do without), BAD_ENVIRONMENT, or what the library answered.
         """
         native = load()
         environment.check(os.environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ _ELF_SHARED_OBJECT = 3
 _ELF_64_BIT = 2
 _PT_LOAD = 1
 _PROGRAM_HEADER_BYTES = 56
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True)
@@ -44,24 +47,34 @@ def find(flagcx_path: str) -> str:
         flagcx_path: the value of FLAGCX_PATH; empty counts as unset.
 
     Raises:
-        FlagCXError: NOT_FOUND with the paths tried, WRONG_FILE with what the file is.
+        FlagCXError: NOT_FOUND with the paths tried, WRONG_FILE with what the file is, NO_FILE_DESCRIPTOR.
     """
     if not flagcx_path:
         return FILE_NAME
     given = Path(flagcx_path)
-    if not given.exists():
-        raise FlagCXError(
-            ResultCode.NOT_FOUND, "open FlagCX", f"FLAGCX_PATH is {flagcx_path}, which does not exist. {ALLOWED}"
-        )
+    absent = _why_absent(given)
+    if absent:
+        raise FlagCXError(ResultCode.NOT_FOUND, "open FlagCX", f"FLAGCX_PATH is {flagcx_path}, {absent}. {ALLOWED}")
     path = _in_folder(given) if given.is_dir() else given
     check_file(path)
     return str(path.absolute())
 
 
+def _why_absent(path: Path) -> str:
+    """Empty if something is there; Path.exists raises on a name that is too long."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "which does not exist"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        return f"which names no file: {error}"
+    return ""
+
+
 def _in_folder(folder: Path) -> Path:
     tried = [folder / place / FILE_NAME for place in PLACES]
     for path in tried:
-        if path.exists():
+        if not _why_absent(path):
             return path
     raise FlagCXError(
         ResultCode.NOT_FOUND,
@@ -74,15 +87,22 @@ def check_file(path: Path) -> None:
     """Raise unless ``path`` is an ELF shared object for this process's architecture.
 
     Raises:
-        FlagCXError: WRONG_FILE.
+        FlagCXError: WRONG_FILE, NO_FILE_DESCRIPTOR.
     """
     if not path.is_file():
         raise _wrong_file(path, "it is not a regular file")
     try:
-        with path.open("rb") as file:
-            header = file.read(20)
+        _check_content(path)
     except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            details = f"{path}: {errno.errorcode[error.errno]}, {error.strerror}"
+            raise FlagCXError(ResultCode.NO_FILE_DESCRIPTOR, "open FlagCX", details) from error
         raise _wrong_file(path, f"it cannot be read: {error.strerror}") from error
+
+
+def _check_content(path: Path) -> None:
+    with path.open("rb") as file:
+        header = file.read(20)
     found = architecture_of(header)
     if found is None:
         raise _wrong_file(path, f"it is no ELF file, it begins with {header[:16]!r}")
@@ -118,15 +138,18 @@ def _bytes_to_load(path: Path) -> int:
     From the 64-bit program header table (ELF specification); 0, no statement, for a 32-bit file.
     """
     with path.open("rb") as file:
+        present = os.fstat(file.fileno()).st_size
         header = file.read(64)
         if len(header) < 64 or header[4] != _ELF_64_BIT:
             return 64 if header[4] == _ELF_64_BIT else 0
         order = ">" if header[5] == 2 else "<"
         (table,) = struct.unpack_from(f"{order}Q", header, 32)
         entry_bytes, entries = struct.unpack_from(f"{order}HH", header, 54)
+        needed: int = table + entry_bytes * entries
+        if needed > present:
+            return needed
         file.seek(table)
         content = file.read(entry_bytes * entries)
-    needed: int = table + entry_bytes * entries
     for start in range(0, len(content) - _PROGRAM_HEADER_BYTES + 1, max(entry_bytes, _PROGRAM_HEADER_BYTES)):
         (kind,) = struct.unpack_from(f"{order}I", content, start)
         offset, _, _, size = struct.unpack_from(f"{order}QQQQ", content, start + 8)
