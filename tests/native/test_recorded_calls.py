@@ -97,6 +97,10 @@ def test_a_count_that_is_no_size_is_an_error_that_names_it(
     with pytest.raises(FlagCXError, match=rf"{operation.value}.*Count {count}, .*0 to 2\*\*64-1") as raised:
         CASES[operation].call(communicator, count)
     assert raised.value.code == ResultCode.INVALID_ARGUMENT
+    assert (raised.value.count, raised.value.rank) == (count, 1)
+    others = CASES[operation].others
+    assert raised.value.dtype == f"{DataType(others['dtype']).name} ({others['dtype']})"
+    assert raised.value.op == (f"{ReduceOp(others['op']).name} ({others['op']})" if "op" in others else None)
     assert recorder.calls(CASES[operation].symbol) == []
 
 
@@ -115,8 +119,10 @@ def test_all_to_all_v_refuses_lists_of_another_length_and_negative_counts(
 ) -> None:
     with pytest.raises(ValueError, match=r"needs 2 counts and offsets each, got \[2, 2, 3, 2\]"):
         communicator.all_to_all_v(SEND, [1, 1], [0, 1], RECEIVE, [1, 1, 1], [0, 1], F32)
-    with pytest.raises(FlagCXError, match="negative"):
+    with pytest.raises(FlagCXError, match="negative") as raised:
         communicator.all_to_all_v(SEND, [1, -1], [0, 1], RECEIVE, [1, 1], [0, 1], F32)
+    assert "[1, -1]" in str(raised.value)
+    assert (raised.value.count, raised.value.dtype) == (0, "FLOAT32 (7)")
     assert recorder.calls("flagcxAlltoAllv") == []
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_fl.comm.backends.flagcx import environment, jobs
-from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
+from sglang_fl.comm.backends.flagcx.errors import INTEGER_LIMITS, FlagCXError, ResultCode
 from sglang_fl.comm.backends.flagcx.group import Group
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOperation, WindowFlags
@@ -200,7 +200,9 @@ class FlagCXCommunicator:
                 self.handle, send, arrays[0], arrays[1], receive, arrays[2], arrays[3], dtype, stream
             )
         except OverflowError as error:
-            raise self._bad_integer(FlagCXOperation.ALL_TO_ALL_V, error, lists, dtype) from error
+            raise self._bad_integer(
+                FlagCXOperation.ALL_TO_ALL_V, error, sum(send_counts), dtype, given=lists
+            ) from error
         if code:
             raise self.error(code, FlagCXOperation.ALL_TO_ALL_V, dtype, None, sum(send_counts))
 
@@ -398,13 +400,19 @@ class FlagCXCommunicator:
             raise self.error(code, operation, dtype, None, count)
 
     def _bad_integer(
-        self, operation: FlagCXOperation, error: OverflowError, count: object, dtype: int, op: int | None = None
+        self,
+        operation: FlagCXOperation,
+        error: OverflowError,
+        count: int,
+        dtype: int,
+        op: int | None = None,
+        given: object = None,
     ) -> FlagCXError:
-        details = (
-            f"Count {count}, dtype {dtype}, op {op}: {error}; a count is 0 to 2**64-1 elements, an address and a "
-            "stream 0 to 2**64-1, other numbers 32-bit"
+        counts = count if given is None else given
+        details = f"Count {counts}, dtype {dtype}, op {op}: {error}; {INTEGER_LIMITS}"
+        return FlagCXError(
+            ResultCode.INVALID_ARGUMENT, operation.value, details, dtype=dtype, op=op, count=count, rank=self.rank
         )
-        return FlagCXError(ResultCode.INVALID_ARGUMENT, operation.value, details, rank=self.rank)
 
     def _ask(self, question: Callable[..., int], what: str) -> int:
         value = self._ffi.new("int32_t *")

@@ -91,6 +91,11 @@ EXPLANATIONS: dict[ResultCode, str] = {
 }
 
 
+INTEGER_LIMITS = (
+    "a count is 0 to 2**64-1 elements, a size, an address and a stream 0 to 2**64-1, other numbers have 32 bits"
+)
+
+
 def result_name(code: int) -> str:
     """The field's name of a result, or its number for one that no release has."""
     try:
