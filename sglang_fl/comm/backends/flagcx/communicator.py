@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_fl.comm.backends.flagcx import environment, jobs
-from sglang_fl.comm.backends.flagcx.errors import INTEGER_LIMITS, FlagCXError, ResultCode
+from sglang_fl.comm.backends.flagcx.errors import INTEGER_LIMITS, FlagCXError, ResultCode, integer_error
 from sglang_fl.comm.backends.flagcx.group import Group
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOperation, WindowFlags
@@ -18,6 +18,7 @@ from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOpera
 END_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 5.0
 _PENDING_END_POLL_S = 0.005
+_INT_MAX = 2**31 - 1
 _MESSAGE_BYTES = 1024
 
 
@@ -53,7 +54,7 @@ class FlagCXCommunicator:
     def create(
         cls,
         library: FlagCXLibrary,
-        unique_id: bytes,
+        unique_id: bytes | bytearray | memoryview,
         world_size: int,
         rank: int,
         timeout_s: float,
@@ -71,10 +72,11 @@ class FlagCXCommunicator:
         Raises:
             FlagCXError: TIMED_OUT or the library's result, with stage, rank, world size and, where the id
                 carries one, the address at which the ranks meet; BAD_UNIQUE_ID; BAD_ENVIRONMENT.
-            ValueError: a rank outside the world.
+            ValueError: a rank outside the world, numbers beyond 32 bits, a ``timeout_s`` that is no time.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of a world of {world_size}: allowed is 0 to {world_size - 1}")
+        _check_place(world_size, rank, device)
+        jobs.check_limit("timeout_s", timeout_s)
+        unique_id = _bytes_of(unique_id, rank)
         environment.check(os.environ)
         lib, ffi = library.native
         device = library.get_device() if device is None else device
@@ -208,7 +210,10 @@ class FlagCXCommunicator:
 
     def barrier(self, stream: int = 0) -> None:
         """Block the host until all ranks have come here. FlagCX reports no error of its own from this call."""
-        code = self._lib.sglang_fl_flagcx_barrier(self.handle, stream)
+        try:
+            code = self._lib.sglang_fl_flagcx_barrier(self.handle, stream)
+        except OverflowError as error:
+            raise integer_error("barrier", f"stream {stream}", error, self.rank) from error
         if code:
             raise self.error(code, FlagCXOperation.BARRIER)
 
@@ -242,26 +247,24 @@ class FlagCXCommunicator:
     def register(self, buffer: int, size: int) -> int:
         """Register ``size`` bytes for zero-copy transfers; the result is for :meth:`deregister`."""
         registration = self._ffi.new("uintptr_t *")
-        code = self._lib.sglang_fl_flagcx_register(self.handle, buffer, size, registration)
-        self._check(code, FlagCXOperation.REGISTER)
+        function = self._lib.sglang_fl_flagcx_register
+        self._call(function, FlagCXOperation.REGISTER, (buffer, size), registration)
         return int(registration[0])
 
     def deregister(self, registration: int) -> None:
         """Undo :meth:`register`."""
-        code = self._lib.sglang_fl_flagcx_deregister(self.handle, registration)
-        self._check(code, FlagCXOperation.DEREGISTER)
+        self._call(self._lib.sglang_fl_flagcx_deregister, FlagCXOperation.DEREGISTER, (registration,))
 
     def window_register(self, buffer: int, size: int, flags: WindowFlags = WindowFlags.SYMMETRIC) -> int:
         """Make ``size`` bytes of ``library.mem_alloc`` a window; collective. The result is for the opposite."""
         window = self._ffi.new("uintptr_t *")
-        code = self._lib.sglang_fl_flagcx_window_register(self.handle, buffer, size, int(flags), window)
-        self._check(code, FlagCXOperation.WINDOW_REGISTER)
+        function = self._lib.sglang_fl_flagcx_window_register
+        self._call(function, FlagCXOperation.WINDOW_REGISTER, (buffer, size, int(flags)), window)
         return int(window[0])
 
     def window_deregister(self, window: int) -> None:
         """Undo :meth:`window_register`; collective."""
-        code = self._lib.sglang_fl_flagcx_window_deregister(self.handle, window)
-        self._check(code, FlagCXOperation.WINDOW_DEREGISTER)
+        self._call(self._lib.sglang_fl_flagcx_window_deregister, FlagCXOperation.WINDOW_DEREGISTER, (window,))
 
     # State
 
@@ -357,6 +360,8 @@ class FlagCXCommunicator:
         return error
 
     def _end(self, start: Callable[..., Any], what: str, timeout_s: float, drain_s: float) -> None:
+        jobs.check_limit("timeout_s", timeout_s)
+        jobs.check_limit("drain_s", drain_s)
         deadline = time.monotonic() + timeout_s
         code = self._ffi.new("int32_t *")
         handle = start(self.handle, min(drain_s, timeout_s), code)
@@ -421,7 +426,13 @@ class FlagCXCommunicator:
             raise FlagCXError(code, str(getattr(what, "value", what)), rank=self.rank)
         return int(value[0])
 
-    def _check(self, code: int, operation: FlagCXOperation) -> None:
+    def _call(
+        self, function: Callable[..., int], operation: FlagCXOperation, given: tuple[int, ...], *places: Any
+    ) -> None:
+        try:
+            code = function(self.handle, *given, *places)
+        except OverflowError as error:
+            raise integer_error(operation.value, given, error, self.rank) from error
         if code:
             raise self.error(code, operation)
 
@@ -429,6 +440,22 @@ class FlagCXCommunicator:
         message = self._ffi.new("char[]", _MESSAGE_BYTES)
         self._lib.sglang_fl_flagcx_last_error(self.handle, message, _MESSAGE_BYTES)
         return jobs.useful(self._ffi.string(message).decode(errors="replace"))
+
+
+def _check_place(world_size: int, rank: int, device: int | None) -> None:
+    if not 1 <= world_size <= _INT_MAX:
+        raise ValueError(f"a world of {world_size}: allowed is 1 to {_INT_MAX} ranks")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of a world of {world_size}: allowed is 0 to {world_size - 1}")
+    if device is not None and not -_INT_MAX <= device <= _INT_MAX:
+        raise ValueError(f"device {device}: allowed is 0 to {_INT_MAX}, below 0 sets none")
+
+
+def _bytes_of(unique_id: object, rank: int) -> bytes:
+    if not isinstance(unique_id, bytes | bytearray | memoryview):
+        details = f"It is a {type(unique_id).__name__}, allowed are bytes"
+        raise FlagCXError(ResultCode.BAD_UNIQUE_ID, "create", details, rank=rank)
+    return bytes(unique_id)
 
 
 def _where(unique_id: bytes, world_size: int, rank: int, device: int) -> str:

@@ -174,6 +174,12 @@ class FlagCXError(CommError):
         return text
 
 
+def integer_error(operation: str, given: object, error: OverflowError, rank: int | None = None) -> FlagCXError:
+    """The error of an integer that the C function cannot take; ``given`` are all that it was given."""
+    details = f"Given was {given}: {error}; {INTEGER_LIMITS}"
+    return FlagCXError(ResultCode.INVALID_ARGUMENT, operation, details, rank=rank)
+
+
 def _enum_name(kind: type[DataType] | type[ReduceOp], value: int | None) -> str | None:
     """``FLOAT32 (7)`` where the number has a name, otherwise the number."""
     if value is None:

@@ -62,6 +62,16 @@ def useful(message: str) -> str:
     return "" if stripped in _NO_MESSAGE else stripped
 
 
+def check_limit(name: str, limit_s: object) -> None:
+    """Raise unless ``limit_s`` is a time: a NaN or a None would be noticed only when the job has begun.
+
+    Raises:
+        ValueError: naming the argument and its value.
+    """
+    if not isinstance(limit_s, int | float) or not limit_s >= 0:
+        raise ValueError(f"{name} is {limit_s!r}; allowed are seconds from 0 on, math.inf for no limit")
+
+
 def started(native: Native, operation: str, handle: Any, code: int) -> Job:
     """The job, or the error of its start."""
     if code != 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_fl.comm.backends.flagcx import environment, jobs, locate
-from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
+from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode, integer_error
 from sglang_fl.comm.backends.flagcx.group import Group
 from sglang_fl.comm.backends.flagcx.native import Native, load
 from sglang_fl.comm.backends.flagcx.types import (
@@ -94,7 +94,9 @@ class FlagCXLibrary:
 
         Raises:
             FlagCXError: TIMED_OUT after ``timeout_s`` seconds, BAD_ENVIRONMENT, or what the library answered.
+            ValueError: a ``timeout_s`` that is no time.
         """
+        jobs.check_limit("timeout_s", timeout_s)
         environment.check(os.environ)
         lib, ffi = self.native
         code = ffi.new("int32_t *")
@@ -123,7 +125,7 @@ class FlagCXLibrary:
 
     def set_device(self, device: int) -> None:
         """Make ``device`` the calling thread's current device."""
-        self._check(self.native.lib.sglang_fl_flagcx_set_device(self.handle, device), f"set_device({device})")
+        self._call("set_device", self.native.lib.sglang_fl_flagcx_set_device, device)
 
     def device_count(self) -> int:
         """How many devices this process sees."""
@@ -135,18 +137,17 @@ class FlagCXLibrary:
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait for everything enqueued on the raw stream ``stream``."""
-        code = self.native.lib.sglang_fl_flagcx_stream_synchronize(self.handle, stream)
-        self._check(code, "stream_synchronize")
+        self._call("stream_synchronize", self.native.lib.sglang_fl_flagcx_stream_synchronize, stream)
 
     def mem_alloc(self, size: int) -> int:
         """Address of ``size`` bytes of the library's own memory, which can become a symmetric window."""
         address = self.native.ffi.new("uintptr_t *")
-        self._check(self.native.lib.sglang_fl_flagcx_mem_alloc(self.handle, size, address), f"mem_alloc({size})")
+        self._call("mem_alloc", self.native.lib.sglang_fl_flagcx_mem_alloc, size, address)
         return int(address[0])
 
     def mem_free(self, address: int) -> None:
         """Give back what :meth:`mem_alloc` returned."""
-        self._check(self.native.lib.sglang_fl_flagcx_mem_free(self.handle, address), "mem_free")
+        self._call("mem_free", self.native.lib.sglang_fl_flagcx_mem_free, address)
 
     def group(self) -> Group:
         """A group without a communicator of its own: over several homogeneous communicators of this thread."""
@@ -202,6 +203,14 @@ class FlagCXLibrary:
         value = self.native.ffi.new("int32_t *")
         self._check(getattr(self.native.lib, function)(self.handle, value), function.removeprefix("sglang_fl_flagcx_"))
         return int(value[0])
+
+    def _call(self, operation: str, function: Callable[..., int], value: int, *places: Any) -> None:
+        try:
+            code = function(self.handle, value, *places)
+        except OverflowError as error:
+            raise integer_error(operation, value, error) from error
+        if code != 0:
+            raise FlagCXError(code, operation, f"Given was {value}")
 
     @staticmethod
     def _check(code: int, operation: str) -> None:
