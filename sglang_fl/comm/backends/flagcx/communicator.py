@@ -443,10 +443,10 @@ class FlagCXCommunicator:
 
 
 def _check_place(world_size: int, rank: int, device: int | None) -> None:
-    if not 1 <= world_size <= _INT_MAX:
-        raise ValueError(f"a world of {world_size}: allowed is 1 to {_INT_MAX} ranks")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of a world of {world_size}: allowed is 0 to {world_size - 1}")
+    if world_size > _INT_MAX:
+        raise ValueError(f"rank {rank} of a world of {world_size}: allowed are worlds of up to {_INT_MAX} ranks")
     if device is not None and not -_INT_MAX <= device <= _INT_MAX:
         raise ValueError(f"device {device}: allowed is 0 to {_INT_MAX}, below 0 sets none")
 
