@@ -131,19 +131,23 @@ flagcxResult_t flagcxAllGather(const void *sendbuff, void *recvbuff, size_t send
     return collective(&operation, comm, stream);
 }
 
-/* One direction of point to point; offset and count in elements. */
-static struct transfer half(bool is_send, int peer, const void *buffer, size_t offset, size_t count, size_t size)
+/* One direction of point to point; offset and count in elements. Which exchange it is shows when it runs. */
+static struct transfer half(const struct operation *o, bool is_send, int peer, const void *buffer, size_t offset,
+                            size_t count)
 {
+    size_t size = element_bytes(o->datatype);
     struct transfer transfer = {.is_send = is_send, .peer = peer, .behind = -1, .next = -1, .bytes = count * size};
+    transfer.signature = signature_of(o);
+    transfer.exchange = o->call != CALL_flagcxSend && o->call != CALL_flagcxRecv;
     if (transfer.bytes > 0)
         transfer.buffer = (char *)(uintptr_t)buffer + offset * size;
     return transfer;
 }
 
-static flagcxResult_t add(struct flagcxComm *comm, bool is_send, int peer, const void *buffer, size_t offset,
-                          size_t count, size_t size)
+static flagcxResult_t add(const struct operation *o, struct flagcxComm *comm, bool is_send, int peer,
+                          const void *buffer, size_t offset)
 {
-    struct transfer transfer = half(is_send, peer, buffer, offset, count, size);
+    struct transfer transfer = half(o, is_send, peer, buffer, offset, o->count);
     return add_transfer(comm, &transfer);
 }
 
@@ -163,7 +167,7 @@ static flagcxResult_t point_to_point(const struct operation *o, struct flagcxCom
         return result;
     bool is_send = o->call == CALL_flagcxSend;
     group_begin();
-    result = add(comm, is_send, o->root, is_send ? o->send : o->receive, 0, o->count, element_bytes(o->datatype));
+    result = add(o, comm, is_send, o->root, is_send ? o->send : o->receive, 0);
     return end_own_group(result);
 }
 
@@ -189,12 +193,12 @@ flagcxResult_t flagcxGather(const void *sendbuff, void *recvbuff, size_t count, 
     flagcxResult_t result = check(&operation, comm, stream);
     if (result != flagcxSuccess)
         return result;
-    size_t size = element_bytes(datatype);
     group_begin();
+    result = add_exchange(comm);
     for (int rank = 0; comm->rank == root && rank < comm->nranks && result == flagcxSuccess; rank++)
-        result = add(comm, false, rank, recvbuff, (size_t)rank * count, count, size);
+        result = add(&operation, comm, false, rank, recvbuff, (size_t)rank * count);
     if (result == flagcxSuccess)
-        result = add(comm, true, root, sendbuff, 0, count, size);
+        result = add(&operation, comm, true, root, sendbuff, 0);
     return end_own_group(result);
 }
 
@@ -206,12 +210,12 @@ flagcxResult_t flagcxScatter(const void *sendbuff, void *recvbuff, size_t count,
     flagcxResult_t result = check(&operation, comm, stream);
     if (result != flagcxSuccess)
         return result;
-    size_t size = element_bytes(datatype);
     group_begin();
+    result = add_exchange(comm);
     for (int rank = 0; comm->rank == root && rank < comm->nranks && result == flagcxSuccess; rank++)
-        result = add(comm, true, rank, sendbuff, (size_t)rank * count, count, size);
+        result = add(&operation, comm, true, rank, sendbuff, (size_t)rank * count);
     if (result == flagcxSuccess)
-        result = add(comm, false, root, recvbuff, 0, count, size);
+        result = add(&operation, comm, false, root, recvbuff, 0);
     return end_own_group(result);
 }
 
@@ -238,11 +242,11 @@ flagcxResult_t flagcxAlltoAll(const void *sendbuff, void *recvbuff, size_t count
     flagcxResult_t result = check(&operation, comm, stream);
     if (result != flagcxSuccess)
         return result;
-    size_t size = element_bytes(datatype);
     group_begin();
+    result = add_exchange(comm);
     for (int rank = 0; rank < comm->nranks && result == flagcxSuccess; rank++) {
-        struct transfer send = half(true, rank, sendbuff, (size_t)rank * count, count, size);
-        struct transfer receive = half(false, rank, recvbuff, (size_t)rank * count, count, size);
+        struct transfer send = half(&operation, true, rank, sendbuff, (size_t)rank * count, count);
+        struct transfer receive = half(&operation, false, rank, recvbuff, (size_t)rank * count, count);
         result = add_pair(comm, &send, &receive, false);
     }
     return end_own_group(result);
@@ -295,11 +299,11 @@ flagcxResult_t flagcxAlltoAllv(const void *sendbuff, size_t *sendcounts, size_t 
         result = check_in_place(comm, sendcounts, sdispls, recvcounts, rdispls);
     if (result != flagcxSuccess)
         return poison_group(result);
-    size_t size = element_bytes(datatype);
     group_begin();
+    result = add_exchange(comm);
     for (int rank = 0; rank < comm->nranks && result == flagcxSuccess; rank++) {
-        struct transfer send = half(true, rank, sendbuff, sdispls[rank], sendcounts[rank], size);
-        struct transfer receive = half(false, rank, recvbuff, rdispls[rank], recvcounts[rank], size);
+        struct transfer send = half(&operation, true, rank, sendbuff, sdispls[rank], sendcounts[rank]);
+        struct transfer receive = half(&operation, false, rank, recvbuff, rdispls[rank], recvcounts[rank]);
         result = add_pair(comm, &send, &receive, true);
     }
     return end_own_group(result);

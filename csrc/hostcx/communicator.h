@@ -55,6 +55,8 @@ struct communicator {
     uint64_t step;
     /* The first step of the collective in progress. */
     uint64_t first_step;
+    /* Calls of gather, scatter and all-to-all so far: the same on all ranks. */
+    uint64_t exchanges;
     /* Nanoseconds that a wait spins before it sleeps, now and at most. */
     int64_t spin;
     int64_t longest_spin;

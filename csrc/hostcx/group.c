@@ -8,7 +8,7 @@
 
 struct item {
     struct flagcxComm *comm;
-    bool is_transfer;
+    enum { COLLECTIVE, TRANSFER, EXCHANGE } kind;
     union {
         struct operation operation;
         struct transfer transfer;
@@ -89,7 +89,16 @@ flagcxResult_t add_transfer(struct flagcxComm *comm, const struct transfer *tran
     flagcxResult_t result = make_room();
     if (result != flagcxSuccess)
         return poison_group(result);
-    group.items[group.count++] = (struct item){.comm = comm, .is_transfer = true, .transfer = *transfer};
+    group.items[group.count++] = (struct item){.comm = comm, .kind = TRANSFER, .transfer = *transfer};
+    return flagcxSuccess;
+}
+
+flagcxResult_t add_exchange(struct flagcxComm *comm)
+{
+    flagcxResult_t result = make_room();
+    if (result != flagcxSuccess)
+        return poison_group(result);
+    group.items[group.count++] = (struct item){.comm = comm, .kind = EXCHANGE};
     return flagcxSuccess;
 }
 
@@ -97,7 +106,7 @@ ptrdiff_t next_transfer_index(const struct flagcxComm *comm)
 {
     ptrdiff_t index = 0;
     for (size_t i = 0; i < group.count; i++)
-        index += group.items[i].is_transfer && group.items[i].comm == comm;
+        index += group.items[i].kind == TRANSFER && group.items[i].comm == comm;
     return index;
 }
 
@@ -105,16 +114,25 @@ ptrdiff_t next_transfer_index(const struct flagcxComm *comm)
 static flagcxResult_t run_share_on(struct communicator *c, const struct share *share, struct transfer *transfers)
 {
     const struct group *all = share->group;
-    size_t count = 0;
+    size_t count = 0, exchanges = 0;
     for (size_t i = 0; i < all->count; i++) {
         const struct item *item = &all->items[i];
         if (item->comm != share->comm)
             continue;
-        if (item->is_transfer) {
-            transfers[count++] = item->transfer;
-            continue;
+        flagcxResult_t result = flagcxSuccess;
+        switch (item->kind) {
+        case TRANSFER:
+            transfers[count] = item->transfer;
+            if (item->transfer.exchange != 0)
+                transfers[count].exchange = c->exchanges;
+            count++;
+            break;
+        case EXCHANGE:
+            result = exchanges++ == 0 ? check_left_over(c) : flagcxSuccess;
+            c->exchanges++;
+            break;
+        case COLLECTIVE: result = run_collective(c, &item->operation); break;
         }
-        flagcxResult_t result = run_collective(c, &item->operation);
         if (result != flagcxSuccess)
             return result;
     }

@@ -7,6 +7,9 @@
 /* Runs the collective now, or at the end of the open group. */
 flagcxResult_t submit_collective(struct flagcxComm *comm, const struct operation *operation);
 
+/* Begins a gather, scatter or all-to-all, which all ranks must call; its transfers follow. */
+flagcxResult_t add_exchange(struct flagcxComm *comm);
+
 /* Adds one transfer to the open group; there must be one. */
 flagcxResult_t add_transfer(struct flagcxComm *comm, const struct transfer *transfer);
 

@@ -1,12 +1,8 @@
 /* Steps of collectives: flow control over the stages, and checks of everything that others wrote. */
 #include "steps.h"
 
-#include <stdio.h>
-
 #include "planted.h"
 #include "wait.h"
-
-enum { COUNT_BITS = 40, ROOT_BITS = 10, SMALL_BITS = 4 };
 
 struct awaited {
     const struct communicator *c;
@@ -14,37 +10,6 @@ struct awaited {
     uint64_t value;
     uint64_t signature;
 };
-
-uint64_t signature_of(const struct operation *operation)
-{
-    uint64_t signature = operation->count & (((uint64_t)1 << COUNT_BITS) - 1);
-    signature = signature << ROOT_BITS | ((uint64_t)operation->root & ((1u << ROOT_BITS) - 1));
-    signature = signature << SMALL_BITS | ((uint64_t)operation->datatype & ((1u << SMALL_BITS) - 1));
-    signature = signature << SMALL_BITS | ((uint64_t)operation->op & ((1u << SMALL_BITS) - 1));
-    return signature << SMALL_BITS | (uint64_t)(operation->call - CALL_flagcxBarrier);
-}
-
-static unsigned take_bits(uint64_t *signature, int bits)
-{
-    unsigned value = (unsigned)(*signature & (((uint64_t)1 << bits) - 1));
-    *signature >>= bits;
-    return value;
-}
-
-/* The signature may be another process's nonsense: every number is checked before it selects a name. */
-static void describe(uint64_t signature, char *text, size_t room)
-{
-    static const char *const types[flagcxNumTypes] = {"int8",   "uint8",   "int32",   "uint32",  "int64",
-                                                      "uint64", "float16", "float32", "float64", "bfloat16"};
-    static const char *const ops[flagcxNumRedOps] = {"sum", "prod", "max", "min", "avg"};
-    unsigned call = take_bits(&signature, SMALL_BITS) + CALL_flagcxBarrier;
-    unsigned op = take_bits(&signature, SMALL_BITS);
-    unsigned type = take_bits(&signature, SMALL_BITS);
-    unsigned root = take_bits(&signature, ROOT_BITS);
-    snprintf(text, room, "%s(count %llu, %s, %s, root %u)", call <= CALL_flagcxAlltoAllv ? call_name(call) : "?",
-             (unsigned long long)signature, type < flagcxNumTypes ? types[type] : "?",
-             op < flagcxNumRedOps ? ops[op] : "?", root);
-}
 
 /* Whether the rank is in another collective. While this rank is in its own, the other cannot have passed
  * its own, so all that it has posted since the first step must be the same. */
@@ -85,8 +50,8 @@ static flagcxResult_t check_signature(struct communicator *c, int rank, uint64_t
     char here[128], there[128];
     if (theirs == mine)
         return flagcxSuccess;
-    describe(mine, here, sizeof here);
-    describe(theirs, there, sizeof there);
+    describe_signature(mine, here, sizeof here);
+    describe_signature(theirs, there, sizeof there);
     return fail_communicator(c, flagcxInvalidUsage, "the ranks do not make the same call: this rank calls %s, rank %d "
                                                     "calls %s",
                              here, rank, there);

@@ -22,7 +22,4 @@ flagcxResult_t step_await(struct communicator *c, int rank, uint64_t signature, 
 /* This rank needs nothing more of this step. */
 void step_finish(struct communicator *c);
 
-/* What an operation is, in a number that all ranks of it share. */
-uint64_t signature_of(const struct operation *operation);
-
 #endif

@@ -1,6 +1,6 @@
 /* Point to point: a ring of bytes per ordered pair of ranks, and all transfers of a group at once.
  *
- * A message is a head of one cache line (its length) and the data, padded to whole lines. Each side
+ * A message is a head of one cache line (its length and what it is part of) and the data, padded to whole lines. Each side
  * keeps its own position to itself and checks the other's against it before it moves a byte.
  */
 #include <string.h>
@@ -10,13 +10,6 @@
 
 /* Published at once, so that sender and receiver work at the same time. */
 enum { PORTION_BYTES = 64 * 1024 };
-
-static const uint64_t message_magic = 0x686f737463783a29u;
-
-struct message_head {
-    _Alignas(CACHE_LINE) uint64_t magic;
-    uint64_t bytes;
-};
 
 /* The transfers of one call, in order per direction and peer. */
 struct batch {
@@ -90,7 +83,8 @@ static flagcxResult_t push(struct communicator *c, struct transfer *t, bool *mov
     if (result != flagcxSuccess || room == 0)
         return result;
     if (!t->begun) {
-        struct message_head head = {.magic = message_magic, .bytes = t->bytes};
+        struct message_head head = {
+            .magic = message_magic, .bytes = t->bytes, .signature = t->signature, .exchange = t->exchange};
         copy_into_ring(ring_start, ring_size, p->ring_sent, &head, sizeof head);
         p->ring_sent += sizeof head;
         room -= sizeof head;
@@ -109,11 +103,42 @@ static flagcxResult_t push(struct communicator *c, struct transfer *t, bool *mov
 
 static flagcxResult_t check_head(struct communicator *c, const struct transfer *t, const struct message_head *head)
 {
+    char here[128], there[128];
     if (head->magic != message_magic)
         return damaged(c, t->peer, "message head", head->magic);
-    if (head->bytes != t->bytes)
-        return fail_communicator(c, flagcxInvalidUsage, "rank %d sends %llu bytes where this rank receives %zu",
-                                 t->peer, (unsigned long long)head->bytes, t->bytes);
+    if (head->bytes == t->bytes && head->signature == t->signature && head->exchange == t->exchange)
+        return flagcxSuccess;
+    if (head->signature == t->signature && head->exchange != t->exchange)
+        return fail_communicator(c, flagcxInvalidUsage,
+                                 "the ranks do not make the same calls: in the ring lies what rank %d sent in exchange "
+                                 "%llu, this rank is in exchange %llu (gathers, scatters and all-to-alls, counted from 1)",
+                                 t->peer, (unsigned long long)head->exchange, (unsigned long long)t->exchange);
+    describe_signature(t->signature, here, sizeof here);
+    describe_signature(head->signature, there, sizeof there);
+    return fail_communicator(c, flagcxInvalidUsage, "rank %d sends %llu bytes in %s where this rank receives %zu in %s",
+                             t->peer, (unsigned long long)head->bytes, there, t->bytes, here);
+}
+
+flagcxResult_t check_left_over(struct communicator *c)
+{
+    for (int peer = 0; peer < c->nranks; peer++) {
+        struct message_head head;
+        char there[128];
+        size_t waiting = 0;
+        flagcxResult_t result = peer == c->rank ? flagcxSuccess : waiting_from(c, peer, &waiting);
+        if (result != flagcxSuccess)
+            return result;
+        if (waiting < sizeof head)
+            continue;
+        copy_out_of_ring(ring_bytes(c->segment, peer, c->rank), c->segment->ring_bytes, c->peers[peer].ring_received,
+                         &head, sizeof head);
+        if (head.exchange == 0 || head.exchange > c->exchanges)
+            continue;
+        describe_signature(head.signature, there, sizeof there);
+        return fail_communicator(c, flagcxInvalidUsage, "the ranks did not make the same call: what rank %d sent in %s "
+                                                        "was not received",
+                                 peer, there);
+    }
     return flagcxSuccess;
 }
 
@@ -237,8 +262,9 @@ static flagcxResult_t copy_to_self(struct batch *batch)
     while (*send >= 0 && *receive >= 0) {
         const struct transfer *from = &batch->transfers[*send];
         const struct transfer *to = &batch->transfers[*receive];
-        if (from->bytes != to->bytes)
-            return fail_call(c->handle, flagcxInvalidUsage, "rank %d sends %zu bytes to itself where it receives %zu",
+        if (from->bytes != to->bytes || from->signature != to->signature || from->exchange != to->exchange)
+            return fail_call(c->handle, flagcxInvalidUsage, "rank %d sends %zu bytes to itself where it receives %zu, "
+                                                              "or in another call or datatype",
                              c->rank, from->bytes, to->bytes);
         if (from->bytes > 0)
             memmove(to->buffer, from->buffer, from->bytes);

@@ -110,9 +110,94 @@ static void disagree_on_bytes(struct rank *r)
     OK(flagcxCommDestroy(r->comm));
 }
 
+/* Equal bytes of another type are another message. */
+static void disagree_on_type(struct rank *r)
+{
+    float values[8] = {1};
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    if (r->rank == 0)
+        OK(flagcxSend(values, 8, flagcxFloat32, 1, r->comm, r->stream));
+    if (r->rank == 1) {
+        CHECK_RESULT(flagcxRecv(values, 8, flagcxInt32, 0, r->comm, r->stream), flagcxInvalidUsage);
+        expect_async_error(r, flagcxInvalidUsage, "float32");
+        CHECK(values[0] == 1);
+    }
+    OK(flagcxCommDestroy(r->comm));
+}
+
+static void disagree_with_oneself(struct rank *r)
+{
+    float values[8] = {1}, others[8] = {2};
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    OK(flagcxGroupStart(r->comm));
+    OK(flagcxSend(values, 8, flagcxFloat32, r->rank, r->comm, r->stream));
+    OK(flagcxRecv(others, 8, flagcxInt32, r->rank, r->comm, r->stream));
+    CHECK_RESULT(flagcxGroupEnd(r->comm), flagcxInvalidUsage);
+    CHECK(others[0] == 2);
+    OK(flagcxBarrier(r->comm, r->stream));
+    OK(flagcxCommDestroy(r->comm));
+}
+
+/* Without a receiver a gather ends well everywhere; what lies in the rings must not pass for the next one. */
+static void gather_to_the_next(struct rank *r)
+{
+    float send[FEW] = {1}, receive[FEW * MOST_RANKS] = {0};
+    int next = (r->rank + 1) % r->nranks, before = (r->rank + r->nranks - 1) % r->nranks;
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    if (r->nranks == 2) {
+        OK(flagcxGather(send, receive, FEW, flagcxFloat32, next, r->comm, r->stream));
+        OK(flagcxBarrier(r->comm, r->stream));
+        send[0] = 7;
+        CHECK_RESULT(flagcxGather(send, receive, FEW, flagcxFloat32, 0, r->comm, r->stream), flagcxInvalidUsage);
+        expect_async_error(r, flagcxInvalidUsage, "same call");
+    } else {
+        OK(flagcxGather(send, receive, FEW, flagcxFloat32, next, r->comm, r->stream));
+        flagcxResult_t result = flagcxRecv(receive, FEW, flagcxFloat32, before, r->comm, r->stream);
+        CHECK_SAYING(result == flagcxInvalidUsage || result == flagcxRemoteError, "a gather's message gave %d", result);
+    }
+    CHECK(receive[0] == 0 && receive[FEW] == 0);
+    OK(flagcxCommDestroy(r->comm));
+}
+
+/* The receiver is behind by an exchange: the message says which one it is of. */
+static void scatter_twice(struct rank *r)
+{
+    float send[FEW * MOST_RANKS] = {1}, receive[FEW] = {0};
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    if (r->rank == 0) {
+        OK(flagcxAlltoAllv(NULL, (size_t[MOST_RANKS]){0}, (size_t[MOST_RANKS]){0}, NULL, (size_t[MOST_RANKS]){0},
+                           (size_t[MOST_RANKS]){0}, flagcxFloat32, r->comm, r->stream));
+        OK(flagcxScatter(send, receive, FEW, flagcxFloat32, 0, r->comm, r->stream));
+    }
+    if (r->rank == 1) {
+        CHECK_RESULT(flagcxScatter(NULL, receive, FEW, flagcxFloat32, 0, r->comm, r->stream), flagcxInvalidUsage);
+        expect_async_error(r, flagcxInvalidUsage, "exchange 2");
+        CHECK(receive[0] == 0);
+    }
+    OK(flagcxCommDestroy(r->comm));
+}
+
+static void gather_what_was_sent(struct rank *r)
+{
+    float send[FEW] = {1}, receive[FEW * MOST_RANKS] = {0};
+    OK(flagcxCommInitRank(&r->comm, r->nranks, &r->id, r->rank));
+    if (r->rank != 0) {
+        OK(flagcxSend(send, FEW, flagcxFloat32, 0, r->comm, r->stream));
+    } else {
+        CHECK_RESULT(flagcxGather(send, receive, FEW, flagcxFloat32, 0, r->comm, r->stream), flagcxInvalidUsage);
+        expect_async_error(r, flagcxInvalidUsage, "flagcxSend");
+    }
+    OK(flagcxCommDestroy(r->comm));
+}
+
 void walk_disagreement(int nranks)
 {
     for (size_t i = 0; i < sizeof collectives / sizeof collectives[0]; i++)
         run_ranks_bare(nranks, call_different_collectives, &collectives[i]);
     run_ranks_bare(nranks, disagree_on_bytes, NULL);
+    run_ranks_bare(nranks, disagree_on_type, NULL);
+    run_ranks_bare(nranks, disagree_with_oneself, NULL);
+    run_ranks_bare(nranks, gather_to_the_next, NULL);
+    run_ranks_bare(nranks, scatter_twice, NULL);
+    run_ranks_bare(nranks, gather_what_was_sent, NULL);
 }

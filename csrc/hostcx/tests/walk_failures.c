@@ -56,6 +56,8 @@ static void leave_early(struct rank *r)
     OK(flagcxCommDestroy(r->comm));
 }
 
+enum { MESSAGE = 1000 };
+
 /* Ways to damage what rank 0 reads. Each other rank does it to its own slot and rings, instead of making
  * its next call. */
 struct damage {
@@ -66,15 +68,25 @@ struct damage {
 
 static struct rank_slot *own_slot(struct communicator *c) { return slot_of(c, c->rank); }
 
-static void posted_too_far(struct communicator *c) { atomic_store(&own_slot(c)->posted, c->step + 1000); }
+/* What rank 0 calls next stands in all stages: nothing but the damaged number is wrong. */
+static void sign_all_stages(struct communicator *c)
+{
+    const struct operation next = {.call = CALL_flagcxAllReduce, .count = 10, .datatype = flagcxInt8};
+    for (int stage = 0; stage < STAGES; stage++)
+        atomic_store(&own_slot(c)->signatures[stage], signature_of(&next));
+}
+
+static void posted_too_far(struct communicator *c)
+{
+    sign_all_stages(c);
+    atomic_store(&own_slot(c)->posted, c->step + STAGES + 1);
+}
 
 static void posted_largest(struct communicator *c) { atomic_store(&own_slot(c)->posted, UINT64_MAX); }
 
 static void finished_too_far(struct communicator *c)
 {
-    const struct operation next = {.call = CALL_flagcxAllReduce, .count = 10, .datatype = flagcxInt8};
-    for (int stage = 0; stage < STAGES; stage++)
-        atomic_store(&own_slot(c)->signatures[stage], signature_of(&next));
+    sign_all_stages(c);
     atomic_store(&own_slot(c)->finished, UINT64_MAX);
     atomic_store(&own_slot(c)->posted, c->step + STAGES);
 }
@@ -88,12 +100,30 @@ static void other_signature(struct communicator *c)
 
 static void strange_state(struct communicator *c) { atomic_store(&own_slot(c)->state, 77777); }
 
-static void written_too_far(struct communicator *c)
+/* The message that rank 0 receives next. */
+static struct message_head next_message(void)
 {
-    atomic_store(&ring_control(c->segment, c->rank, 0)->written, (uint64_t)1 << 40);
+    const struct operation next = {.call = CALL_flagcxSend, .count = MESSAGE, .datatype = flagcxInt8};
+    return (struct message_head){.magic = message_magic, .bytes = MESSAGE, .signature = signature_of(&next)};
 }
 
-static void written_askew(struct communicator *c) { atomic_store(&ring_control(c->segment, c->rank, 0)->written, 100); }
+static void put_message(struct communicator *c, const struct message_head *head, uint64_t written)
+{
+    memcpy(ring_bytes(c->segment, c->rank, 0), head, sizeof *head);
+    atomic_store(&ring_control(c->segment, c->rank, 0)->written, written);
+}
+
+static void written_too_far(struct communicator *c)
+{
+    struct message_head head = next_message();
+    put_message(c, &head, c->segment->ring_bytes + CACHE_LINE);
+}
+
+static void written_askew(struct communicator *c)
+{
+    struct message_head head = next_message();
+    put_message(c, &head, sizeof head + MESSAGE);
+}
 
 static void written_backwards(struct communicator *c)
 {
@@ -105,20 +135,32 @@ static void taken_too_far(struct communicator *c)
     atomic_store(&ring_control(c->segment, 0, c->rank)->taken, (uint64_t)1 << 40);
 }
 
-static void wrong_head(struct communicator *c)
+static void wrong_magic(struct communicator *c)
 {
-    memset(ring_bytes(c->segment, c->rank, 0), 0xff, 64);
-    atomic_store(&ring_control(c->segment, c->rank, 0)->written, 128);
+    struct message_head head = next_message();
+    head.magic = UINT64_MAX;
+    put_message(c, &head, 2048);
 }
 
 static void huge_message(struct communicator *c)
 {
-    uint64_t bytes = UINT64_MAX / 2;
-    char *head = ring_bytes(c->segment, c->rank, 0);
-    uint64_t magic = 0x686f737463783a29u;
-    memcpy(head, &magic, sizeof magic);
-    memcpy(head + 8, &bytes, sizeof bytes);
-    atomic_store(&ring_control(c->segment, c->rank, 0)->written, 128);
+    struct message_head head = next_message();
+    head.bytes = UINT64_MAX / 2;
+    put_message(c, &head, 2048);
+}
+
+static void other_call(struct communicator *c)
+{
+    struct message_head head = next_message();
+    head.signature = UINT64_MAX;
+    put_message(c, &head, 2048);
+}
+
+static void other_exchange(struct communicator *c)
+{
+    struct message_head head = next_message();
+    head.exchange = UINT64_MAX;
+    put_message(c, &head, 2048);
 }
 
 static const struct damage damages[] = {
@@ -126,13 +168,14 @@ static const struct damage damages[] = {
     {"finished too far", finished_too_far, false},   {"other signature", other_signature, false},
     {"strange state", strange_state, false},         {"written too far", written_too_far, true},
     {"written askew", written_askew, true},          {"written backwards", written_backwards, true},
-    {"taken too far", taken_too_far, true},          {"wrong head", wrong_head, true},
-    {"huge message", huge_message, true},
+    {"taken too far", taken_too_far, true},          {"wrong magic", wrong_magic, true},
+    {"huge message", huge_message, true},            {"other call", other_call, true},
+    {"other exchange", other_exchange, true},
 };
 
 static flagcxResult_t read_damaged(struct rank *r, const struct damage *damage)
 {
-    char values[1000] = {0};
+    char values[MESSAGE] = {0};
     flagcxResult_t result = flagcxSuccess;
     if (!damage->point_to_point) {
         for (int i = 0; i < STAGES && result == flagcxSuccess; i++)
