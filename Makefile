@@ -10,6 +10,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 NATIVE_SOURCES := setup.py $(wildcard native_bindings/*.py native_bindings/*/* csrc/flagcx_shim/* csrc/include/*)
 
+# A package that was uninstalled by hand is installed again.
+ifneq ($(wildcard $(VENV)/.installed),)
+ifneq ($(shell $(BIN)/python -c "from importlib.metadata import version; version('sglang_fl'); version('sglang')" 2>&1),)
+$(shell rm -f $(VENV)/.installed $(VENV)/.requirements)
+endif
+endif
+
 .PHONY: setup demo test check lint typecheck pytest test-random hostcx sanitize bench clean
 
 setup: $(VENV)/.installed hostcx
@@ -31,7 +38,7 @@ $(VENV)/.standin: $(wildcard standin/*.py standin/*.toml standin/*.pth standin/*
 
 $(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES) $(VENV)/.requirements $(VENV)/.standin
 	$(call say,[4/4] building and installing sglang_fl in place)
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable .
 	@touch $@
 
 hostcx:

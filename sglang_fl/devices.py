@@ -34,15 +34,23 @@ _DETECTORS: dict[str, Callable[[], bool]] = {"ascend": _has_npu, "musa": _has_mu
 
 
 def detect_platform() -> str | None:
-    """``ascend``, ``musa``, ``cuda`` or ``cpu``; None for an accelerator that is not known here.
+    """``ascend``, ``musa``, ``cuda`` or ``cpu``; None for an accelerator that is not known here, or without torch.
 
     ``SGLANG_USE_CPU_ENGINE=1``, SGLang's own switch, means cpu whatever else is there.
     """
-    import torch
-
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return "cpu"
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
     for name, is_there in _DETECTORS.items():
         if is_there():
             return name
     return "cpu" if torch.accelerator.current_accelerator(check_available=True) is None else None
+
+
+def is_present(platform: str) -> bool:
+    """Whether a device of ``platform`` can be used in this process; True for one that is not known here."""
+    detector = _DETECTORS.get(platform)
+    return detector is None or detector()

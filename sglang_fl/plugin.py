@@ -6,13 +6,25 @@ import importlib.util
 import logging
 import os
 import platform as python_platform
+import traceback
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from sglang_fl import __version__
-from sglang_fl.config import CommBackend, CommMode, SettingRow, Settings, SettingsError, find_chip, load_settings
-from sglang_fl.devices import detect_platform
+from sglang_fl.config import (
+    CHIPS,
+    CommBackend,
+    CommMode,
+    Problem,
+    SettingRow,
+    Settings,
+    SettingsError,
+    closest,
+    find_chip,
+    load_settings,
+)
+from sglang_fl.devices import detect_platform, is_present
 from sglang_fl.sglang_hooks.registration import Hook
 
 if TYPE_CHECKING:
@@ -57,7 +69,7 @@ class Plugin:
         logger.setLevel(self.settings.system.log_level.value)
         for line in self.report_lines():
             logger.info("[sglang_fl] %s", line)
-        for warning in self.settings.warnings:
+        for warning in (*self.settings.warnings, *_unknown_vendors(self.settings)):
             logger.warning("[sglang_fl] %s", warning)
 
     def report_lines(self) -> list[str]:
@@ -108,12 +120,14 @@ def load_plugin() -> None:
     try:
         plugin = _this_plugin()
         _switch_on(plugin)
-    except ConfigurationError as error:
+    except Exception as error:
+        refusal = _refusal(error)
         if server.is_command_or_child():
-            raise SystemExit(str(error)) from error
+            raise SystemExit(str(refusal)) from error
         from sglang_fl.sglang_hooks.registration import register
 
-        register(server.raise_hooks(error))
+        register(server.raise_hooks(refusal))
+        logger.debug("[sglang_fl] not loaded", exc_info=error)
 
 
 def activate_platform() -> str | None:
@@ -126,9 +140,10 @@ def activate_platform() -> str | None:
 
     try:
         platform = _this_plugin().platform
-    except ConfigurationError as error:
+    except Exception as error:
         if server.is_command_or_child():
-            raise SystemExit(str(error)) from error
+            raise SystemExit(str(_refusal(error))) from error
+        logger.debug("[sglang_fl] the settings are wrong; load_plugin tells", exc_info=error)
         platform = detect_platform()
     return PLATFORM_CLASS if platform is not None and is_platform_needed(platform) else None
 
@@ -153,6 +168,17 @@ def require_live() -> None:
 
 class ConfigurationError(ValueError):
     """The plugin cannot do what the settings, or this SGLang, ask of it."""
+
+
+def _refusal(error: Exception) -> ConfigurationError:
+    """The error to end with: SGLang would log anything else and serve on without the plugin."""
+    if isinstance(error, ConfigurationError):
+        return error
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigurationError(
+        f"sglang_fl {__version__} could not be loaded: {type(error).__name__}: {error} "
+        f"({where.filename}:{where.lineno}). SGLANG_PLUGINS=__none__ serves without it."
+    )
 
 
 def is_platform_needed(platform: str) -> bool:
@@ -193,6 +219,11 @@ def _this_plugin() -> Plugin:
         except SettingsError as error:
             raise ConfigurationError(str(error)) from error
         platform = settings.system.platform
+        if platform is not None and platform != detected and not is_present(platform):
+            raise ConfigurationError(
+                f"sglang_fl: {settings.source('system.platform').where} asks for the platform {platform}, but torch "
+                f"finds no such device here; detected: {detected}. Unset it, or install the device's torch."
+            )
         from sglang_fl.platform import PLATFORMS
 
         _plugin = Plugin(settings, platform if platform in PLATFORMS else None)
@@ -208,8 +239,10 @@ def _switch_on(plugin: Plugin) -> None:
         LayerState(OPS_LAYER, False, "this version of sglang_fl has none"),
     ]
     hooks: list[Hook] = [server.report_hook(plugin.report)]
+    _check_audit(plugin.settings)
     backend = plugin.settings.system.attention_backend
     if backend is not None:
+        _check_attention_backend(plugin.settings, backend)
         hooks.append(server.attention_backend_hook(backend))
     hooks += _communication_hooks(plugin)
     if plugin.platform == "cuda" and not has_real_sgl_kernel():
@@ -225,6 +258,45 @@ def _switch_on(plugin: Plugin) -> None:
     register(hooks)
     assert plugin.groups is not None
     plugin.groups.hooks = hooks
+
+
+def _check_attention_backend(settings: Settings, backend: str) -> None:
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    if backend in ATTENTION_BACKEND_CHOICES:
+        return
+    suggestion = closest(backend, ATTENTION_BACKEND_CHOICES)
+    raise _wrong(
+        settings,
+        "system.attention_backend",
+        f"one of {', '.join(ATTENTION_BACKEND_CHOICES)}",
+        "Correct the variable or unset it.",
+        suggestion and repr(suggestion),
+    )
+
+
+def _check_audit(settings: Settings) -> None:
+    path = settings.comm.audit
+    if path is None or (not path.is_dir() and os.access(path.absolute().parent, os.W_OK | os.X_OK)):
+        return
+    allowed = "a file, in a folder that exists and can be written"
+    raise _wrong(settings, "comm.audit", allowed, "Make the folder or name another file.")
+
+
+def _wrong(
+    settings: Settings, field_name: str, allowed: str, action: str, suggestion: str | None = None
+) -> ConfigurationError:
+    where, found = settings.source(field_name).where, repr(settings.text(field_name))
+    return ConfigurationError(str(SettingsError([Problem(where, field_name, found, allowed, action, suggestion)])))
+
+
+def _unknown_vendors(settings: Settings) -> list[str]:
+    from sglang_fl.comm.discovery import discover_backends
+
+    known = [name for chip in CHIPS for name in chip.names]
+    known += [backend.vendor for backend in discover_backends().backends.values() if backend.vendor]
+    fields = ("ops.deny_vendors", "ops.allow_vendors")
+    return [f"no such vendor is known: {problem}" for name in fields for problem in settings.unknown_names(name, known)]
 
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:

@@ -52,7 +52,7 @@ def _parse(path: Path, shown: str, opened_by: str, problems: list[Problem]) -> y
         details = ", ".join(part for part in (error.context, error.problem) if part)
         refuse(where, f"malformed YAML: {details}", "Correct the file.")
         return None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:  # the latter: nested too deeply for the parser
         refuse(shown, f"malformed YAML: {' '.join(str(error).split())}", "Correct the file.")
         return None
     if root is None:

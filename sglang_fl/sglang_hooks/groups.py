@@ -20,7 +20,7 @@ from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import Settings
 from sglang_fl.selection import Kind
-from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead, foreign
 
 logger = logging.getLogger("sglang_fl.comm")
 
@@ -188,6 +188,8 @@ class Groups:
         for record in self.records:
             logger.info("[sglang_fl] %s", record.line())
         logger.info("[sglang_fl] hooks live: %d of %d, checked by identity", len(self.hooks), len(self.hooks))
+        for other in foreign(self.hooks):
+            logger.warning("[sglang_fl] another plugin's hook: %s", other)
         logger.info(
             "[sglang_fl] settings, versions and choices are equal on %d rank(s), digest %s",
             ranks,

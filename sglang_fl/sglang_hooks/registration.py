@@ -93,6 +93,33 @@ def count_applied(hooks: Iterable[Hook]) -> int:
     return sum(_is_applied(hook, _wrapping_chain_of(hook)) for hook in hooks)
 
 
+def foreign(hooks: Iterable[Hook]) -> list[str]:
+    """Other plugins' hooks on the same targets: one around ours may keep calls from us, one beneath is not reached."""
+    found = []
+    for hook in hooks:
+        chain = _wrapping_chain_of(hook)
+        place = next((place for place, function in enumerate(chain) if hook.function in _closure(function)), None)
+        if place is None:
+            continue
+        found += [
+            f"{hook.target}: {name} lies around ours and decides what reaches it" for name in _names(chain[:place])
+        ]
+        if hook.kind is HookKind.AROUND:
+            beneath = _names(chain[place + 1 : -1])
+            found += [f"{hook.target}: {name} lies beneath ours and is not reached" for name in beneath]
+    return found
+
+
+def _names(functions: Iterable[Any]) -> list[str]:
+    """The hooks that wrapping functions hold: what they enclose beside the function that they wrap."""
+    names = []
+    for function in functions:
+        own = [v for v in _closure(function) if callable(v) and v is not getattr(function, "__wrapped__", None)]
+        holder = own[0] if own else function
+        names.append(f"{getattr(holder, '__module__', '?')}.{getattr(holder, '__qualname__', repr(holder))}")
+    return names
+
+
 def _own_parameters(hook: Hook) -> list[str]:
     return _parameters(hook.function)[LEADING_PARAMETERS[hook.kind] :]
 

@@ -13,7 +13,7 @@ import pytest
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.sglang_hooks.coordinator import METHOD_HOOKS
 from sglang_fl.sglang_hooks.groups import compare
-from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead, misfits, register
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead, foreign, misfits, register
 
 
 class Target:
@@ -91,6 +91,26 @@ def test_a_live_hook_is_found_beneath_another_plugins(target: ModuleType) -> Non
     apply()
     assert dead([METHOD]) == []
     assert target.Target().method(1, b=4) == 50
+
+
+def test_other_plugins_hooks_around_and_beneath_ours_are_named(target: ModuleType) -> None:
+    """Given hooks of others before and after ours, when reported, then each is named with what it does to calls."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def before_us(original: Any, *arguments: Any) -> Any:
+        return original(*arguments)
+
+    def after_us(original: Any, *arguments: Any) -> Any:
+        return original(*arguments)
+
+    HookRegistry.register(METHOD.target, before_us, HookType.AROUND)
+    register([METHOD])
+    assert foreign([METHOD]) == []
+    HookRegistry.register(METHOD.target, after_us, HookType.AROUND)
+    apply()
+    around, beneath = foreign([METHOD])
+    assert "after_us lies around ours" in around
+    assert "before_us lies beneath ours and is not reached" in beneath
 
 
 def test_a_hook_that_was_taken_away_again_is_dead(target: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,73 @@ def test_a_setting_without_effect_says_so(configured: str) -> None:
     assert lines["setting ops.blacklist"].endswith("no effect, layer 2, fused operators is off")
     assert lines["setting aten.blacklist"].endswith("no effect, layer 1, ATen operators is off")
     assert lines["setting ops.deny_vendors"].endswith("(from SGLANG_FL_DENY_VENDORS)")
+
+
+SERVER = """
+import sys
+sys.argv[0] = "sglang"  # as the command of that name
+import sglang_fl.plugin as plugin
+plugin.load_plugin()
+print("loaded")
+"""
+
+
+def refused(**variables: str) -> str:
+    """What a server's process says when it ends because of these variables."""
+    environment = {"PATH": "/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", **variables}
+    done = subprocess.run([sys.executable, "-c", SERVER], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "loaded" not in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("SGLANG_FL_COMM_AUDIT", "/nonexistent/folder/audit.json", "allowed: a file, in a folder that exists"),
+        ("SGLANG_FL_COMM_AUDIT", "/tmp", "allowed: a file, in a folder that exists"),
+        ("ATTENTION_BACKEND", "tritn", "Did you mean 'triton'?"),
+        ("SGLANG_FL_PLATFORM", "ascend", "asks for the platform ascend, but torch finds no such device here"),
+        ("SGLANG_FL_DIST_BACKEND", "torhc", "Did you mean 'torch'?"),
+    ],
+)
+def test_a_wrong_setting_ends_a_servers_process_with_one_message(variable: str, value: str, told: str) -> None:
+    """Given a setting that cannot work, when a server's process loads the plugin, then it ends and says why."""
+    text = refused(**{variable: value})
+    assert variable in text and told in text
+
+
+def test_yaml_nested_too_deeply_is_a_wrong_setting(tmp_path: Path) -> None:
+    """Given YAML that the parser gives up on, when a server's process loads the plugin, then the file is named."""
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 5000)
+    assert "deep.yaml" in refused(SGLANG_FL_CONFIG=str(path))
+
+
+BROKEN = """
+import sys
+sys.argv[0] = "sglang"
+import sglang_fl.plugin as plugin
+def broken(*_):
+    raise OSError("libdevice.so: cannot open shared object")
+plugin._switch_on = broken
+plugin.load_plugin()
+print("loaded")
+"""
+
+
+def test_any_other_error_while_loading_ends_a_servers_process_too() -> None:
+    """Given an error that is no setting's, when a server's process loads the plugin, then it ends as well."""
+    environment = {"PATH": "/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([sys.executable, "-c", BROKEN], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "loaded" not in done.stdout
+    assert "could not be loaded: OSError: libdevice.so" in done.stderr
+
+
+def test_an_unknown_vendor_is_a_warning() -> None:
+    """Given a vendor that nobody knows, when reported, then a warning suggests the one that was meant."""
+    script = SCRIPT + "\nprint('\\n'.join(plugin._unknown_vendors(plugin._plugin.settings)))"
+    environment = {"PATH": "/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_FL_DENY_VENDORS": "nvidai,cuda"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "no such vendor is known: SGLANG_FL_DENY_VENDORS (ops.deny_vendors): found 'nvidai'" in done.stdout
+    assert "found 'nvidia'" not in done.stdout
