@@ -15,7 +15,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { MOST_FAILURES_SHOWN = 20 };
+enum { MOST_FAILURES_SHOWN = 20, CASE_SECONDS = 60, SLOW_CASE_SECONDS = 120 };
 
 struct record *record;
 enum mode mode;
@@ -24,8 +24,41 @@ bool is_slow;
 /* The calls that were made before this process was forked. */
 static uint64_t calls_before[MOST_FUNCTIONS];
 
+/* For the signal handler, which may not format: ready words. */
+static char standing[256];
+static const char *walk_name = "start";
+
+static void fail_for_time(int signal_number)
+{
+    (void)signal_number;
+    if (write(STDERR_FILENO, standing, strlen(standing)) < 0)
+        _exit(3);
+    _exit(2);
+}
+
+static const char *case_variant;
+
+void name_next_case(const char *variant) { case_variant = variant; }
+
+static void begin_case(const char *name, const char *variant)
+{
+    unsigned seconds = is_slow ? SLOW_CASE_SECONDS : CASE_SECONDS;
+    alarm(0);
+    snprintf(standing, sizeof standing, "driver: no end after %u s: walk %s, case %s%s%s\n", seconds, walk_name, name,
+             variant != NULL ? ", " : "", variant != NULL ? variant : "");
+    alarm(seconds);
+}
+
+void begin_walk(const char *name)
+{
+    walk_name = name;
+    begin_case("start", NULL);
+}
+
 void support_begin(enum mode chosen)
 {
+    signal(SIGALRM, fail_for_time);
+    begin_case("start", NULL);
     mode = chosen;
     record = mmap(NULL, sizeof *record, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (record == MAP_FAILED)
@@ -149,8 +182,10 @@ static void run_threads(const struct rank *model, rank_body body)
         pthread_join(threads[i].thread, NULL);
 }
 
-void run_ranks_bare(int nranks, rank_body body, const void *argument)
+void run_ranks_bare_as(const char *name, int nranks, rank_body body, const void *argument)
 {
+    begin_case(name, case_variant);
+    case_variant = NULL;
     struct rank model = {.nranks = nranks, .argument = argument};
     pid_t processes[MOST_RANKS];
     OK(flagcxGetUniqueId(&model.id));
@@ -184,10 +219,10 @@ static void run_with_communicator(struct rank *rank)
     OK(flagcxCommDestroy(rank->comm));
 }
 
-void run_ranks(int nranks, rank_body body, const void *argument)
+void run_ranks_as(const char *name, int nranks, rank_body body, const void *argument)
 {
     struct body_with_communicator inner = {body, argument};
-    run_ranks_bare(nranks, run_with_communicator, &inner);
+    run_ranks_bare_as(name, nranks, run_with_communicator, &inner);
 }
 
 static bool is_unsigned(flagcxDataType_t datatype)

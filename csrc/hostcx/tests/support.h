@@ -41,11 +41,18 @@ extern bool is_slow;
 
 void support_begin(enum mode chosen);
 
-/* Runs the body on every rank, each with a communicator, and waits for all. */
-void run_ranks(int nranks, rank_body body, const void *argument);
+/* What the driver does from here on: if it lasts too long, the driver says so by these names and fails. */
+void begin_walk(const char *name);
+void name_next_case(const char *variant);
+
+/* Runs the body on every rank, each with a communicator, and waits for all: one case. */
+void run_ranks_as(const char *name, int nranks, rank_body body, const void *argument);
 
 /* The same without communicators: the body makes its own from rank->id. */
-void run_ranks_bare(int nranks, rank_body body, const void *argument);
+void run_ranks_bare_as(const char *name, int nranks, rank_body body, const void *argument);
+
+#define run_ranks(nranks, body, argument) run_ranks_as(#body, nranks, body, argument)
+#define run_ranks_bare(nranks, body, argument) run_ranks_bare_as(#body, nranks, body, argument)
 
 /* Starts one process for the body and returns its number; only where ranks are processes. */
 pid_t start_process(const struct rank *rank, rank_body body);

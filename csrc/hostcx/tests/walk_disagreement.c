@@ -192,8 +192,10 @@ static void gather_what_was_sent(struct rank *r)
 
 void walk_disagreement(int nranks)
 {
-    for (size_t i = 0; i < sizeof collectives / sizeof collectives[0]; i++)
+    for (size_t i = 0; i < sizeof collectives / sizeof collectives[0]; i++) {
+        name_next_case(collectives[i].name);
         run_ranks_bare(nranks, call_different_collectives, &collectives[i]);
+    }
     run_ranks_bare(nranks, disagree_on_bytes, NULL);
     run_ranks_bare(nranks, disagree_on_type, NULL);
     run_ranks_bare(nranks, disagree_with_oneself, NULL);

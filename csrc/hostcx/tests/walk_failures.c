@@ -229,6 +229,7 @@ void walk_failures(int nranks)
     for (size_t i = 0; i < sizeof damages / sizeof damages[0]; i++) {
         atomic_store(&record->numbers[0], 0);
         atomic_store(&record->numbers[1], 0);
+        name_next_case(damages[i].name);
         run_ranks_bare(nranks, read_what_is_damaged, &damages[i]);
     }
 }
