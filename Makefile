@@ -42,7 +42,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES) $(VENV)/.requirements $(VEN
 	@touch $@
 
 hostcx:
-	@$(MAKE) --no-print-directory -C csrc/hostcx OUT=$(CURDIR)/build/hostcx
+	@$(MAKE) --no-print-directory -C csrc/hostcx OUT="$(CURDIR)/build/hostcx"
 
 demo: setup
 	@$(BIN)/python -m sglang_fl.testing.demo
@@ -80,7 +80,7 @@ test-random: setup
 	done; done
 
 sanitize:
-	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT=$(CURDIR)/build/sanitize
+	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT="$(CURDIR)/build/sanitize"
 
 bench: setup
 	@$(BIN)/python -m benchmarks
