@@ -112,6 +112,10 @@ def selection(environments: Mapping[str, Environment]) -> dict[str, Any]:
 
 
 def _hooked(context: RankContext) -> list[str]:
+    import sglang_fl.plugin
+
+    # A stand-in for a device that this machine may lack: only what is hooked is looked at, no tensor is made on it.
+    sglang_fl.plugin.is_present = lambda platform: True
     before = _methods()
     _load_plugins()
     return sorted(name for name, function in _methods().items() if function is not before[name])
