@@ -68,9 +68,14 @@ def _all_reduce(session: Session, tensor: torch.Tensor) -> None:
 
 def _segments_in_this_process() -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in lines if "memfd:" in line or str(_SHARED_MEMORY) in line]
     links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return mapped + [target for target in links if "memfd:" in target or target.startswith(str(_SHARED_MEMORY))]
+    return [entry for entry in lines + links if "memfd:" in entry or _is_own_file(entry)]
+
+
+def _is_own_file(entry: str) -> bool:
+    """Whether a mapping or descriptor is of a file in /dev/shm that this process did not inherit from others' code."""
+    _, found, name = entry.partition(f"{_SHARED_MEMORY}/")
+    return bool(found) and not name.startswith(_FOREIGN_NAMES)
 
 
 def _noticed(session: Session, call: Callable[[], None]) -> Noticed:
