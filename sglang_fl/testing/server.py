@@ -122,7 +122,9 @@ class Server:
 
     def variables(self, node: int = 0) -> dict[str, str | None]:
         """The variables that matter to one node; None: not set there."""
-        binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" for _ in range(self.tp))} if self.tp > 1 else {}
+        cpus = sorted(os.sched_getaffinity(0))
+        lists = [str(cpus[rank % len(cpus)]) for rank in range(self.tp)]
+        binding = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(lists)} if self.tp > 1 else {}
         wanted = {**CPU_ENVIRONMENT, **binding}
         inherited = {
             name: value
