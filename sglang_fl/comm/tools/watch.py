@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -48,8 +48,14 @@ class Watch:
                 continue
             message = (
                 f"rank {self._rank}: no progress for {waited:.0f} s in '{self._doing}'{self._detail()}; this process "
-                f"ends. Its threads stand at:"
+                f"ends. Its threads stand at:\n"
             )
-            print(message, file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            os.write(2, message.encode() + _stacks())  # in one write: the ranks share the terminal
             os._exit(1)
+
+
+def _stacks() -> bytes:
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        return file.read()
