@@ -14,7 +14,17 @@ from sglang_fl.config.settings import (
     SystemSettings,
 )
 from sglang_fl.config.sources import Source, SourceKind
-from sglang_fl.config.values import BackendKind, CommBackend, CommMode, LogLevel, OpBackend, OpOrder
+from sglang_fl.config.values import (
+    BackendKind,
+    CaptureRule,
+    CommBackend,
+    CommMode,
+    CommRoute,
+    CommRouteOrder,
+    LogLevel,
+    OpBackend,
+    OpOrder,
+)
 
 __all__ = [
     "CHIPS",
@@ -23,9 +33,12 @@ __all__ = [
     "_CONFIG_DIR",
     "AtenSettings",
     "BackendKind",
+    "CaptureRule",
     "Chip",
     "CommBackend",
     "CommMode",
+    "CommRoute",
+    "CommRouteOrder",
     "CommSettings",
     "Field",
     "LogLevel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_fl.config.chips import canonical_vendor
+from sglang_fl.config.route_type import CommRoutes
 from sglang_fl.config.value_types import (
     Boolean,
     Names,
@@ -148,8 +149,15 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "comm.mode", "SGLANG_FL_COMM_MODE", "comm.mode", choice_of(CommMode), CommMode.ALL,
-        "all: every call goes through the selected backend; fastest: per call, the fastest right route.",
+        "all: every call goes through the selected backend; fastest: per call, the route of comm.routes.",
         "fastest",
+    ),
+    # Compared group by group, where they count.
+    Field(
+        "comm.routes", "SGLANG_FL_COMM_ROUTES", "comm.routes", CommRoutes(), (),
+        "Under mode fastest, per operation the routes by size; native is SGLang's own method, and what no route "
+        "fits goes through the selected backend.",
+        "all_reduce=native:8388608|flagcx;all_gather=torch:4096@eager", compared=False,
     ),
     # One node may keep FlagCX in another place than the next; the backend that it implies is compared.
     Field(

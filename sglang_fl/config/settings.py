@@ -14,7 +14,7 @@ from sglang_fl.config.fields import FIELD_BY_NAME, FIELDS
 from sglang_fl.config.problems import Problem, closest
 from sglang_fl.config.sources import Source
 from sglang_fl.config.value_types import Names
-from sglang_fl.config.values import BackendKind, CommBackend, CommMode, LogLevel, OpBackend, OpOrder
+from sglang_fl.config.values import BackendKind, CommBackend, CommMode, CommRouteOrder, LogLevel, OpBackend, OpOrder
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class CommSettings:
 
     backend: CommBackend
     mode: CommMode
+    routes: tuple[CommRouteOrder, ...]
     flagcx_path: Path | None
     audit: Path | None
 

@@ -67,7 +67,7 @@ def describe(node: yaml.Node) -> str:
     return f"{word} {node.value}" if word else repr(node.value)
 
 
-def _parse_node(node: yaml.Node, allowed: str, parse: Callable[[str], T], tags: tuple[str, ...] = ("str",)) -> T:
+def parse_node(node: yaml.Node, allowed: str, parse: Callable[[str], T], tags: tuple[str, ...] = ("str",)) -> T:
     """`parse` of the text of a scalar node whose YAML type is one of `tags`; errors get the node's line."""
     if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG_PREFIX) not in tags:
         raise InvalidValueError(describe(node), allowed, line=line_of(node))
@@ -109,7 +109,7 @@ class ScalarType(ValueType):
     tags: tuple[str, ...] = ("str",)
 
     def from_node(self, node: yaml.Node) -> object:
-        return _parse_node(node, self.allowed, self.from_text, self.tags)
+        return parse_node(node, self.allowed, self.from_text, self.tags)
 
     def to_text(self, value: Any) -> str:
         return NOT_SET if value is None else str(value)
@@ -229,7 +229,7 @@ class Names(ValueType):
             raise InvalidValueError(describe(node), self.allowed, line=line_of(node))
         if not node.value and not self.may_be_empty:
             raise InvalidValueError("an empty list", f"{self.allowed}, at least one", line=line_of(node))
-        return self._unique(_parse_node(entry, self.allowed, self._check) for entry in node.value)
+        return self._unique(parse_node(entry, self.allowed, self._check) for entry in node.value)
 
     def _check(self, text: str) -> str:
         return _check_name(text, self.allowed)
@@ -269,8 +269,8 @@ class OpOrders(ValueType):
         for key, value in node.value:
             if not isinstance(value, yaml.SequenceNode):
                 raise InvalidValueError(describe(value), self.allowed, line=line_of(value))
-            backends = [_parse_node(entry, self.allowed, self._backend) for entry in value.value]
-            _parse_node(key, self.allowed, partial(self._add, orders, backends))
+            backends = [parse_node(entry, self.allowed, self._backend) for entry in value.value]
+            parse_node(key, self.allowed, partial(self._add, orders, backends))
         return self._sorted(orders)
 
     def _add(self, orders: dict[str, OpOrder], backends: list[OpBackend], op_text: str) -> None:

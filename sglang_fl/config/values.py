@@ -64,3 +64,35 @@ class OpOrder:
 
     op: str
     backends: tuple[OpBackend, ...]
+
+
+class CaptureRule(TextEnum):
+    """Whether a route holds while a device graph is being captured, only then, or only outside of it."""
+
+    ALWAYS = ""
+    GRAPH = "graph"
+    EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class CommRoute:
+    """One route of an operation: a backend, or ``native`` for SGLang's own method.
+
+    max_bytes: it carries calls of up to so many bytes (of the larger tensor), None for any size; when: see CaptureRule.
+    """
+
+    backend: str
+    max_bytes: int | None = None
+    when: CaptureRule = CaptureRule.ALWAYS
+
+    def __str__(self) -> str:
+        limit = "" if self.max_bytes is None else f":{self.max_bytes}"
+        return f"{self.backend}{limit}{f'@{self.when}' if self.when else ''}"
+
+
+@dataclass(frozen=True)
+class CommRouteOrder:
+    """The routes of one operation, the first that fits a call carries it; beyond them the group's backend does."""
+
+    op: str
+    routes: tuple[CommRoute, ...]

@@ -57,6 +57,20 @@ def single(error: SettingsError) -> Problem:
         ("SGLANG_FL_PER_OP", "rms_norm=vendor.nvidia", "'vendor.nvidia'", "vendor:NAME", "'vendor:nvidia'"),
         ("SGLANG_FL_PER_OP", "rms_norm=vendor:", "'vendor:'", "vendor:NAME", "'vendor'"),
         ("SGLANG_FL_PER_OP", "rms_norm=flagos:x", "'flagos:x'", "vendor:NAME", "'flagos'"),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce", "'all_reduce'", "BACKEND[:MAX_BYTES]", None),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduc=native", "'all_reduc'", "all_gather, all_reduce", "'all_reduce'"),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce=native:8MB", "'native:8MB'", "KiB, MiB, GiB", None),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce=native@captured", "'native@captured'", "@graph or @eager", None),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce=native|", "''", "BACKEND[:MAX_BYTES]", None),
+        (
+            "SGLANG_FL_COMM_ROUTES",
+            "all_reduce=flagcx|native:1KiB",
+            "native:1024 for all_reduce, which is never",
+            "",
+            None,
+        ),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce=a:9;all_reduce=b", "the operation all_reduce twice", "", None),
+        ("SGLANG_FL_COMM_ROUTES", "all_reduce=" + "|".join(f"a:{n}" for n in range(1, 10)), "9 routes", "1 to 8", None),
         ("FLAGCX_PATH", "~no_such_user_here/x", "'~no_such_user_here/x'", "a path whose ~user exists", None),
     ],
 )
@@ -92,7 +106,7 @@ WRONG_NODES = {
 @pytest.mark.parametrize("node", WRONG_NODES)
 def test_wrong_type_in_yaml(field: Field, node: str, tmp_path: Path) -> None:
     # given a node that is of the field's own form, this is no wrong type
-    own_form = {"Names": "[a]", "OpOrders": "{a: b}"}.get(type(field.type).__name__)
+    own_form = {"Names": "[a]", "OpOrders": "{a: b}", "CommRoutes": "{a: b}"}.get(type(field.type).__name__)
     if node == own_form:
         node, found = "[[a]]" if node == "[a]" else "{a: {b: c}}", "a list" if node == "[a]" else "a mapping"
     else:
@@ -156,7 +170,7 @@ def test_unknown_key(text: str, line: int, key: str, suggestion: str | None, tmp
     assert "unknown key" in problem.found and key in problem.found
     assert problem.suggestion == suggestion
     inside_comm = text.startswith("comm:")
-    assert ("backend, mode, flagcx_path" in problem.allowed) == inside_comm
+    assert ("backend, mode, routes, flagcx_path" in problem.allowed) == inside_comm
     assert ("prefer, op_backends" in problem.allowed) == (not inside_comm)
 
 

@@ -178,14 +178,16 @@ def uncomment(sample: str, fields: list[Field]) -> str:
     """The sample with these fields' lines turned into settings; "# " and "#  #" begin explanations."""
     paths = {str(field.yaml_key) for field in fields}
     lines: list[str] = []
-    top = ""
+    top = nested = ""
     for line in sample.splitlines():
         key = line.removeprefix("#").strip().partition(":")[0]
         if re.match(r"#\w", line):
-            top = key
+            top = nested = key
+        if re.match(r"#  \w", line):
+            nested = key
         is_setting = re.match(r"#(\w|  [^#])", line) is not None
         opens_section = key == top and any(path.startswith(f"{top}.") for path in paths)
-        chosen = top in paths or f"{top}.{key}" in paths or opens_section
+        chosen = top in paths or f"{top}.{nested}" in paths or opens_section
         lines.append(line[1:] if is_setting and chosen else line)
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_fl.config import FIELDS, Field, Settings, SettingsError, SourceKind, load_settings
+from sglang_fl.config.route_type import CommRoutes
 from sglang_fl.config.value_types import Boolean, Choice, Names, OpOrders
 
 ENVIRONMENT, YAML, PLATFORM, DEFAULT = SourceKind
@@ -22,6 +23,8 @@ def other_text(field: Field) -> str:
         return next(word for word in field.type.shown if word != field.example)
     if isinstance(field.type, Names):
         return "another_name"
+    if isinstance(field.type, CommRoutes):
+        return "reduce_scatter=another:1KiB"
     return "another_op=reference" if isinstance(field.type, OpOrders) else "another"
 
 

@@ -1,0 +1,96 @@
+"""How the routes of collectives by size are written: ``all_reduce=native:8MiB|flagcx``."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import yaml
+
+from sglang_fl.config.problems import closest
+from sglang_fl.config.value_types import NOT_SET, InvalidValueError, ValueType, describe, line_of, parse_node
+from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder
+
+OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
+MAX_ROUTES_PER_OP = 8
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_ROUTE = re.compile(r"(?P<backend>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<number>[0-9]+)(?P<unit>[A-Za-z]*))?(@(?P<when>\w+))?")
+
+
+class CommRoutes(ValueType):
+    """Per operation, the routes by size in the order in which they are tried."""
+
+    allowed = (
+        f"for {', '.join(OPERATIONS)} 1 to {MAX_ROUTES_PER_OP} routes BACKEND[:MAX_BYTES][@graph or @eager], the bytes "
+        "with KiB, MiB, GiB or none: all_reduce=native:8MiB|flagcx in a variable, all_reduce: [native:8MiB, flagcx] "
+        "in YAML"
+    )
+
+    def from_text(self, text: str) -> tuple[CommRouteOrder, ...]:
+        orders: dict[str, CommRouteOrder] = {}
+        for entry in text.split(";"):
+            op, equals, routes = entry.partition("=")
+            if not equals:
+                found = repr(entry.strip()) if entry.strip() else "an empty entry"
+                raise InvalidValueError(found, self.allowed)
+            self._add(orders, [self._route(token) for token in routes.split("|")], op)
+        return self._sorted(orders)
+
+    def from_node(self, node: yaml.Node) -> tuple[CommRouteOrder, ...]:
+        if not isinstance(node, yaml.MappingNode):
+            raise InvalidValueError(describe(node), self.allowed, line=line_of(node))
+        orders: dict[str, CommRouteOrder] = {}
+        for key, value in node.value:
+            if not isinstance(value, yaml.SequenceNode):
+                raise InvalidValueError(describe(value), self.allowed, line=line_of(value))
+            routes = [parse_node(entry, self.allowed, self._route) for entry in value.value]
+            parse_node(key, self.allowed, partial(self._add, orders, routes))
+        return self._sorted(orders)
+
+    def _add(self, orders: dict[str, CommRouteOrder], routes: list[CommRoute], op_text: str) -> None:
+        op = op_text.strip()
+        if op not in OPERATIONS:
+            raise InvalidValueError(repr(op), self.allowed, closest(op, OPERATIONS))
+        if op in orders:
+            raise InvalidValueError(f"the operation {op} twice", self.allowed)
+        if not 1 <= len(routes) <= MAX_ROUTES_PER_OP:
+            raise InvalidValueError(f"{len(routes)} routes for {op}", self.allowed)
+        for place, route in enumerate(routes):
+            hidden = next((earlier for earlier in routes[:place] if _covers(earlier, route)), None)
+            if hidden is not None:
+                raise InvalidValueError(f"{route} for {op}, which is never reached after {hidden}", self.allowed)
+        orders[op] = CommRouteOrder(op, tuple(routes))
+
+    def _route(self, text: str) -> CommRoute:
+        token = text.strip()
+        match = _ROUTE.fullmatch(token)
+        rules = {rule.value for rule in CaptureRule if rule.value}
+        if match is None or (match["when"] and match["when"] not in rules):
+            raise InvalidValueError(repr(token), self.allowed)
+        unit = (match["unit"] or "").lower()
+        if unit not in _UNITS:
+            raise InvalidValueError(repr(token), self.allowed)
+        limit = int(match["number"]) * _UNITS[unit] if match["number"] else None
+        return CommRoute(match["backend"], limit, CaptureRule(match["when"] or ""))
+
+    def _sorted(self, orders: dict[str, CommRouteOrder]) -> tuple[CommRouteOrder, ...]:
+        return tuple(orders[op] for op in sorted(orders))
+
+    def to_text(self, value: Any) -> str:
+        return ";".join(f"{o.op}={'|'.join(map(str, o.routes))}" for o in value) if value else NOT_SET
+
+    def to_yaml(self, value: Any) -> str:
+        # One level deeper than a mapping at the top: the field stands inside the mapping comm.
+        return "".join(f"\n    {o.op}: [{', '.join(map(_quoted, o.routes))}]" for o in value) or "{}"
+
+
+def _quoted(route: CommRoute) -> str:
+    return f'"{route}"'
+
+
+def _covers(earlier: CommRoute, later: CommRoute) -> bool:
+    """Whether every call that fits ``later`` fits ``earlier``."""
+    if earlier.when and earlier.when != later.when:
+        return False
+    return earlier.max_bytes is None or (later.max_bytes is not None and later.max_bytes <= earlier.max_bytes)
