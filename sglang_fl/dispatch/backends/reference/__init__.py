@@ -1,0 +1,1 @@
+"""The reference backend: every operator in plain PyTorch, on any device."""

@@ -1,0 +1,1 @@
+"""The reference operators, one file per family."""
