@@ -37,6 +37,13 @@ class NotSupportedError(NotImplementedError):
     """
 
 
+class OwnMethodError(Exception):
+    """Raised by the stand-in for the framework's own method, which cannot be called with the standard arguments.
+
+    A bound function lets it pass whatever the mode: whoever called it then runs that method with its own arguments.
+    """
+
+
 @dataclass(frozen=True)
 class OpImpl:
     """One implementation of one operator.

@@ -1,0 +1,1 @@
+"""Vendors' own operators, one folder each."""

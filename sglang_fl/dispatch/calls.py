@@ -1,0 +1,169 @@
+"""The function that a binding calls: the implementation itself, or one that knows who is next and tells who failed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_fl.dispatch.contracts import hands_inputs_over
+from sglang_fl.dispatch.rules import refusal_of_call
+from sglang_fl.dispatch.types import NotSupportedError, OpImpl, OwnMethodError
+
+logger = logging.getLogger("sglang_fl.dispatch")
+Function = Callable[..., Any]
+
+# After one of these the device, or its memory, is not what it was: another try hides the cause or fails as well.
+_DEVICE_ERRORS: tuple[type[BaseException], ...] = tuple(
+    error
+    for error in (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", None))
+    if error is not None
+)
+_DEVICE_ERROR_WORDS = (
+    "cuda error", "cublas_status", "cudnn_status", "triton error", "npu error", "hip error", "musa error",
+    "device-side assert", "illegal memory access", "out of memory",
+)  # fmt: skip
+
+
+class Reports:
+    """Log lines about failures, each once per operator, implementation and kind of error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, str, str]] = set()
+
+    def log(self, level: int, op_name: str, impl_id: str, error: BaseException, consequence: str) -> None:
+        """Say that ``impl_id`` raised ``error`` and what follows from it."""
+        kind = type(error).__name__
+        with self._lock:
+            if (op_name, impl_id, kind) in self._seen:
+                return
+            self._seen.add((op_name, impl_id, kind))
+        logger.log(level, "[sglang_fl] %s: %s raised %s: %s; %s", op_name, impl_id, kind, error, consequence)
+
+
+def make_call(
+    op_name: str, impls: Sequence[OpImpl], guarded: Sequence[bool], is_strict: bool, reports: Reports
+) -> Function:
+    """The function to call.
+
+    Args:
+        op_name: the operator.
+        impls: the usable implementations, best first.
+        guarded: for each, whether a rule must be asked in every call.
+        is_strict: only the first one may be called.
+        reports: where failures are logged.
+    """
+    functions = [
+        _guarded(op_name, impl) if is_guarded else impl.fn for impl, is_guarded in zip(impls, guarded, strict=True)
+    ]
+    if is_strict:
+        return _strict(op_name, impls[0], functions[0], reports)
+    if len(functions) == 1:
+        return functions[0]
+    return _falling_through(functions[0], _Chain(op_name, impls, functions, reports))
+
+
+def _guarded(op_name: str, impl: OpImpl) -> Function:
+    function = impl.fn
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        reason = refusal_of_call(impl, args, kwargs)
+        if reason:
+            raise NotSupportedError(f"{op_name}: {impl.impl_id} cannot do this call: {reason}")
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def _strict(op_name: str, impl: OpImpl, function: Function, reports: Reports) -> Function:
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except OwnMethodError:
+            raise
+        except Exception as error:
+            consequence = "strict mode: nothing else is tried"
+            _add_note(error, f"{op_name}: raised by {impl.impl_id}; {consequence}")
+            reports.log(logging.ERROR, op_name, impl.impl_id, error, consequence)
+            raise
+
+    return strict
+
+
+def _falling_through(first: Function, chain: _Chain) -> Function:
+    def falling_through(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return first(*args, **kwargs)
+        except Exception as error:
+            if not chain.may_go_on(0, error, args, kwargs):
+                raise
+            return chain.go_on([error], args, kwargs)
+
+    return falling_through
+
+
+class _Chain:
+    """What happens after an implementation raised: the next one gets the same call, or the error stands."""
+
+    def __init__(self, op_name: str, impls: Sequence[OpImpl], functions: Sequence[Function], reports: Reports) -> None:
+        self._op_name = op_name
+        self._ids = [impl.impl_id for impl in impls]
+        self._functions = functions
+        self._reports = reports
+
+    def may_go_on(self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the inputs are surely as they were and somebody is left; otherwise the error gets a note."""
+        if isinstance(error, OwnMethodError):
+            return False
+        impl_id = self._ids[position]
+        obstacle = self._obstacle(position, error, args, kwargs)
+        if obstacle:
+            _add_note(error, f"{self._op_name}: raised by {impl_id}; nothing else is tried, {obstacle}")
+            return False
+        following = f"{self._ids[position + 1]} gets this call"
+        level = logging.INFO if isinstance(error, NotSupportedError) else logging.WARNING
+        self._reports.log(level, self._op_name, impl_id, error, following)
+        return True
+
+    def go_on(self, errors: list[Exception], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the implementation behind those that raised ``errors``, and then, where that is right, the next."""
+        position = len(errors)
+        try:
+            return self._functions[position](*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+            if self.may_go_on(position, error, args, kwargs):
+                return self.go_on(errors, args, kwargs)
+            if isinstance(error, NotSupportedError):
+                raise NotSupportedError(self._nobody(errors)) from error
+            raise
+
+    def _nobody(self, errors: Sequence[Exception]) -> str:
+        said = (f"  {impl_id}: {error}" for impl_id, error in zip(self._ids, errors, strict=True))
+        return "\n".join([f"No available implementation for this call of {self._op_name}:", *said])
+
+    def _obstacle(self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        if position + 1 == len(self._functions):
+            return f"there is none after {', '.join(self._ids)}"
+        if isinstance(error, NotSupportedError):
+            return ""
+        if _is_device_error(error):
+            return "the device or its memory failed"
+        if hands_inputs_over(self._op_name, args, kwargs):
+            return "it may have changed the inputs"
+        return ""
+
+
+def _is_device_error(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, _DEVICE_ERRORS) or any(word in text for word in _DEVICE_ERROR_WORDS)
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    add_note = getattr(error, "add_note", None)  # Python 3.11
+    if add_note is not None and text not in getattr(error, "__notes__", ()):
+        add_note(f"[sglang_fl] {text}")
