@@ -1,0 +1,139 @@
+"""The one check that every implementation of an operator must pass, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_fl.testing.operator_cases import Call, Case
+from sglang_fl.testing.operator_formulas import FORMULAS, NATIVE_ROUNDINGS, Expected, unit_roundoff
+
+
+def problems(
+    case: Case, implementation: Callable[..., Any], device: str = "cpu", roundings: int | None = None
+) -> list[str]:
+    """Call the implementation, and say what is wrong with its results and with what it did to its inputs.
+
+    Args:
+        case: the input.
+        implementation: called by the operator's standard signature.
+        device: where.
+        roundings: roundings to the dtype that the implementation may make before its last one; None: as many as
+            SGLang's native method makes. 0 holds an implementation to float32 inside.
+
+    Returns:
+        A line for each problem; empty if there is none.
+    """
+    where = torch.device(device)
+    call = case.build(where)
+    allowed = NATIVE_ROUNDINGS[case.op_name] if roundings is None else roundings
+    reference = call if where.type == "cpu" else case.build(torch.device("cpu"))
+    expected = FORMULAS[case.op_name](reference.obj, *reference.args, roundings=allowed, **reference.kwargs)
+    memories = [_Memory(name, tensor, may_be_written) for name, tensor, may_be_written in call.tensors()]
+    layer = {name: id(value) for name, value in vars(call.obj).items()}
+
+    results = implementation(call.obj, *call.args, **call.kwargs)
+    results = results if isinstance(results, tuple) else (results,)
+
+    found = [line for memory in memories for line in memory.problems()]
+    found += [f"obj.{name} was replaced" for name, was in layer.items() if id(getattr(call.obj, name, None)) != was]
+    found += _memory_problems(call, results)
+    if len(results) != len(expected):
+        return [*found, f"{len(results)} results where {len(expected)} are due"]
+    if case.op_name == "topk":
+        results = _by_id(results)
+    for one, result in zip(expected, results, strict=True):
+        found += _result_problems(one, result)
+    return [f"{case}: {line}" for line in found]
+
+
+@dataclass
+class _Memory:
+    # A tensor's whole storage, before and after: what lies between its rows counts too.
+    name: str
+    tensor: torch.Tensor
+    may_be_written: bool
+
+    def __post_init__(self) -> None:
+        self.address = self.tensor.data_ptr()
+        self.before = self._bytes()
+
+    def _flat(self) -> torch.Tensor:
+        whole = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
+        return self.tensor.detach().as_strided((whole,), (1,), 0)
+
+    def _bytes(self) -> torch.Tensor:
+        return self._flat().clone().view(torch.uint8)
+
+    def problems(self) -> list[str]:
+        """What the call did to it that it may not."""
+        if self.tensor.data_ptr() != self.address:
+            return [f"{self.name} got another storage"]
+        after = self._flat()
+        if self.may_be_written:
+            # As it was, with what may have been written put in its place.
+            should = self.before.clone().view(self.tensor.dtype)
+            view = (self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
+            should.as_strided(*view).copy_(after.as_strided(*view))
+            same = torch.equal(should.view(torch.uint8), after.view(torch.uint8))
+            return [] if same else [f"memory around {self.name} was written"]
+        return [] if torch.equal(self.before, after.view(torch.uint8)) else [f"{self.name} was written"]
+
+
+def _memory_problems(call: Call, results: Sequence[torch.Tensor]) -> list[str]:
+    found = []
+    written = dict(call.written)
+    for number, result in enumerate(results):
+        if not result.numel():
+            continue
+        for position, argument in enumerate(call.args):
+            if not isinstance(argument, torch.Tensor):
+                continue
+            same = result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
+            if same and position not in call.handed_over:
+                found.append(f"result {number + 1} lies in the memory of argument {position + 1}")
+            if written.get(number) == position and result.data_ptr() != argument.data_ptr():
+                found.append(f"result {number + 1} is not argument {position + 1}, though in place was asked for")
+    return found
+
+
+def _by_id(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights, ids = results
+    ordered, order = ids.sort(-1)
+    return weights.gather(-1, order), ordered
+
+
+def _result_problems(expected: Expected, result: torch.Tensor) -> list[str]:
+    if result.dtype is not expected.dtype or result.shape != expected.value.shape:
+        return [
+            f"{expected.name} is {result.dtype} {tuple(result.shape)}, "
+            f"right is {expected.dtype} {tuple(expected.value.shape)}"
+        ]
+    if not result.numel():
+        return []
+    got = result.detach().cpu().to(expected.value.dtype)
+    error = got - expected.value
+    wrong = ~(error.abs() <= expected.bound)  # a result that is not a number is wrong too
+    if wrong.any():
+        worst = int((error.abs() / expected.bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf).argmax())
+        return [
+            f"{expected.name}: {int(wrong.sum())} of {got.numel()} elements are out of bounds; the worst is "
+            f"{got.flatten()[worst]} in the place of {expected.value.flatten()[worst]}, off by "
+            f"{error.flatten()[worst].abs():.3g} where {expected.bound.flatten()[worst]:.3g} is allowed"
+        ]
+    return _gain_problems(expected, error)
+
+
+def _gain_problems(expected: Expected, error: torch.Tensor) -> list[str]:
+    # Errors of rounding have no direction; a factor, however small, does. A single rounding cannot change the mean
+    # gain by more than u, and more of them, which are as often up as down, do not either.
+    if not expected.value.is_floating_point():
+        return []
+    energy = float(expected.value.pow(2).sum())
+    gain = float((error * expected.value).sum()) / energy if energy else 0.0
+    inside = float(expected.bound.sum() / expected.value.abs().sum()) if expected.dtype is torch.float32 else 0.0
+    limit = unit_roundoff(expected.dtype) + inside
+    return [] if abs(gain) <= limit else [f"{expected.name}: as a whole too large by {gain:.3%}; allowed {limit:.3%}"]
