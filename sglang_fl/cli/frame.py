@@ -14,6 +14,7 @@ from sglang_fl.config import SettingsError
 # Command to the module of this folder whose ``command`` implements it, and what --help says of it.
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config", "Show every setting with its value and where it comes from."),
+    "explain": ("explain", "Show which implementation each fused operator gets, and why not the others."),
 }
 
 

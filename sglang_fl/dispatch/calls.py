@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ _DEVICE_ERROR_WORDS = (
 )  # fmt: skip
 
 
+class Asking(Enum):
+    """When an implementation's rules on layer, dtype and device are asked, beyond the selection."""
+
+    NEVER = "the selection has settled them"
+    FIRST_CALL = "until one call of the one layer was right"
+    EVERY_CALL = "each call may have another layer"
+
+
 class Reports:
     """Log lines about failures, each once per operator, implementation and kind of error."""
 
@@ -46,20 +55,18 @@ class Reports:
 
 
 def make_call(
-    op_name: str, impls: Sequence[OpImpl], guarded: Sequence[bool], is_strict: bool, reports: Reports
+    op_name: str, impls: Sequence[OpImpl], asking: Sequence[Asking], is_strict: bool, reports: Reports
 ) -> Function:
     """The function to call.
 
     Args:
         op_name: the operator.
         impls: the usable implementations, best first.
-        guarded: for each, whether a rule must be asked in every call.
+        asking: for each, when its rules are asked.
         is_strict: only the first one may be called.
         reports: where failures are logged.
     """
-    functions = [
-        _guarded(op_name, impl) if is_guarded else impl.fn for impl, is_guarded in zip(impls, guarded, strict=True)
-    ]
+    functions = [_asking(op_name, impl, when) for impl, when in zip(impls, asking, strict=True)]
     if is_strict:
         return _strict(op_name, impls[0], functions[0], reports)
     if len(functions) == 1:
@@ -67,16 +74,22 @@ def make_call(
     return _falling_through(functions[0], _Chain(op_name, impls, functions, reports))
 
 
-def _guarded(op_name: str, impl: OpImpl) -> Function:
+def _asking(op_name: str, impl: OpImpl, when: Asking) -> Function:
     function = impl.fn
+    if when is Asking.NEVER:
+        return function
+    is_settled = False
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        reason = refusal_of_call(impl, args, kwargs)
-        if reason:
-            raise NotSupportedError(f"{op_name}: {impl.impl_id} cannot do this call: {reason}")
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_settled
+        if not is_settled:
+            reason = refusal_of_call(impl, args, kwargs)
+            if reason:
+                raise NotSupportedError(f"{op_name}: {impl.impl_id} cannot do this call: {reason}")
+            is_settled = when is Asking.FIRST_CALL
         return function(*args, **kwargs)
 
-    return guarded
+    return asking
 
 
 def _strict(op_name: str, impl: OpImpl, function: Function, reports: Reports) -> Function:

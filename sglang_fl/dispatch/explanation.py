@@ -9,6 +9,8 @@ from sglang_fl.dispatch.policy import SelectionPolicy
 from sglang_fl.dispatch.types import OpImpl
 from sglang_fl.selection import Candidate, Selection, SelectionError, select
 
+STRICT_REASON = "available, but strict mode allows only the first choice"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -62,13 +64,15 @@ def explanation(op_name: str, manager: OpManager | None = None) -> Explanation:
     except SelectionError:
         rows = tuple(Row(each.impl_id, False, _reason(each, op_name, policy)) for each in candidates)
         return Explanation(op_name, order, rows, f"nothing can be used: the first call of {op_name} will fail")
-    return Explanation(op_name, order, _rows(selection), _strict_problem(op_name, manager, policy))
+    problem = _strict_problem(op_name, manager, policy)
+    return Explanation(op_name, order, _rows(selection, is_forbidden=bool(problem)), problem)
 
 
-def _rows(selection: Selection) -> tuple[Row, ...]:
+def _rows(selection: Selection, is_forbidden: bool) -> tuple[Row, ...]:
     assert selection.chosen is not None
-    passed_over = (Row(entry.impl_id, False, entry.reason) for entry in selection.passed_over)
-    return (Row(selection.chosen.impl_id, True, _open_rules(selection.chosen.payload)), *passed_over)
+    reason = STRICT_REASON if is_forbidden else _open_rules(selection.chosen.payload)
+    first = Row(selection.chosen.impl_id, not is_forbidden, reason)
+    return (first, *(Row(entry.impl_id, False, entry.reason) for entry in selection.passed_over))
 
 
 def _reason(candidate: Candidate, op_name: str, policy: SelectionPolicy) -> str:

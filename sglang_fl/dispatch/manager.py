@@ -14,7 +14,7 @@ import torch
 from sglang_fl.config import closest
 from sglang_fl.dispatch import policy as policies
 from sglang_fl.dispatch.builtin_ops import BrokenBackend, register_all
-from sglang_fl.dispatch.calls import Reports, make_call
+from sglang_fl.dispatch.calls import Asking, Reports, make_call
 from sglang_fl.dispatch.policy import RESOLVED, SelectionPolicy
 from sglang_fl.dispatch.registry import KNOWN_OPERATORS, OpRegistry, as_op_impl
 from sglang_fl.dispatch.rules import has_open_rule, refusal
@@ -78,6 +78,11 @@ class OpManager:
         left_out = (f"operator backend {broken.name} is left out, {broken.reason}" for broken in self.broken)
         return (*left_out, *self.registry.warnings())
 
+    def vendors(self) -> tuple[str, ...]:
+        """The canonical names of the vendors that registered something or failed to, sorted."""
+        found = {impl.vendor for impl in self.registry.all_implementations()} | {left.vendor for left in self.broken}
+        return tuple(sorted(vendor for vendor in found if vendor))
+
     def operators(self) -> tuple[str, ...]:
         """The standard operators, in the order of their signatures, and then what backends registered beyond them."""
         return (*KNOWN_OPERATORS, *(name for name in self.registry.operators() if name not in KNOWN_OPERATORS))
@@ -98,7 +103,7 @@ class OpManager:
             obj: the layer; None: it is not known yet, and rules that depend on it are left open.
             policy: the order; None: :meth:`policy`.
             extra: further implementations that are candidates in this selection only.
-            dtype: of the layer's input; None: not known, and rules on dtypes are asked in each call.
+            dtype: of the layer's input; None: not known, and rules on dtypes are asked by the function in the call.
 
         Raises:
             SelectionError: nothing is left, or the policy is strict and its first choice cannot be used.
@@ -167,8 +172,9 @@ class OpManager:
     def _call(
         self, op_name: str, impls: list[OpImpl], order: SelectionPolicy, obj: Any, dtype: torch.dtype | None
     ) -> Callable[..., Any]:
-        guarded = [has_open_rule(impl, obj, dtype) for impl in impls]
-        return make_call(op_name, impls, guarded, order.strict, self._reports)
+        open_rules = Asking.EVERY_CALL if obj is None else Asking.FIRST_CALL
+        asking = [open_rules if has_open_rule(impl, obj, dtype) else Asking.NEVER for impl in impls]
+        return make_call(op_name, impls, asking, order.strict, self._reports)
 
     def _unknown(self, op_name: str) -> str:
         known = self.operators()
@@ -204,11 +210,10 @@ def _of_nobody(op_name: str, candidates: list[Candidate], order: SelectionPolicy
     for token in order.per_op_order.get(op_name, ()):
         if token in found:
             continue
-        is_kind = token in set(Kind)
         vendor = token.removeprefix(_VENDOR_TOKEN) if token.startswith(_VENDOR_TOKEN) else ""
-        kind = Kind(token) if is_kind else Kind.VENDOR
-        reason = f"no backend of {token} offers {op_name}"
-        missing.append(_unusable(token, kind.value, vendor, reason))
+        # Kind VENDOR without a vendor's name would be refused by an allow list, in words that name nobody.
+        kind = Kind.VENDOR if vendor else Kind.REFERENCE
+        missing.append(_unusable(token, kind.value, vendor, f"no backend of {token} offers {op_name}"))
     return missing
 
 

@@ -32,10 +32,10 @@ def has_open_rule(impl: OpImpl, obj: Any = None, dtype: torch.dtype | None = Non
 
 
 def refusal_of_call(impl: OpImpl, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """:func:`refusal` for one call of the standard signature: the layer first, then its tensors."""
+    """:func:`refusal` for one call: the layer is the first argument, the dtype that of the first floating tensor."""
     values = [*args, *kwargs.values()]
     obj = kwargs.get("obj", args[0] if args else None)
-    floating = (value.dtype for value in values[1:] if isinstance(value, torch.Tensor) and value.is_floating_point())
+    floating = (value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
     return _layer_refusal(impl, obj) or _dtype_refusal(impl, next(floating, None)) or _arch_refusal(impl)
 
 
