@@ -20,6 +20,7 @@ from sglang_fl.config import (
     SettingRow,
     Settings,
     SettingsError,
+    SourceKind,
     closest,
     find_chip,
     load_settings,
@@ -69,7 +70,7 @@ class Plugin:
         logger.setLevel(self.settings.system.log_level.value)
         for line in self.report_lines():
             logger.info("[sglang_fl] %s", line)
-        for warning in (*self.settings.warnings, *_unknown_vendors(self.settings)):
+        for warning in (*self.settings.warnings, *_unknown_vendors(self.settings), *_idle_routes(self.settings)):
             logger.warning("[sglang_fl] %s", warning)
 
     def report_lines(self) -> list[str]:
@@ -98,7 +99,6 @@ ATEN_LAYER, OPS_LAYER, COMM_LAYER = "layer 1, ATen operators", "layer 2, fused o
 LAYER_OF_SECTION = {"aten": ATEN_LAYER, "ops": OPS_LAYER}
 # Settings of the operators that govern communication as well.
 ALSO_FOR_COMMUNICATION = {"ops.prefer", "ops.backends", "ops.strict", "ops.deny_vendors", "ops.allow_vendors"}
-MODES = {CommMode.ALL: "mode all", CommMode.FASTEST: "mode fastest, which does as mode all in this version"}
 NATIVE_REASON = " (NVIDIA with sgl_kernel needs none of ours)"
 _plugin: Plugin | None = None
 _loaded = False
@@ -299,6 +299,21 @@ def _unknown_vendors(settings: Settings) -> list[str]:
     return [f"no such vendor is known: {problem}" for name in fields for problem in settings.unknown_names(name, known)]
 
 
+def _mode(settings: Settings) -> str:
+    if settings.comm.mode is CommMode.ALL:
+        return "mode all"
+    if not settings.comm.routes:
+        return "mode fastest, for which comm.routes has no route here: as mode all"
+    return f"mode fastest, routes {settings.text('comm.routes')} (from {settings.source('comm.routes').where})"
+
+
+def _idle_routes(settings: Settings) -> list[str]:
+    source = settings.source("comm.routes")
+    if settings.comm.mode is CommMode.FASTEST or source.kind not in (SourceKind.ENVIRONMENT, SourceKind.YAML):
+        return []
+    return [f"comm.routes (from {source.where}) has no effect: the mode is all. SGLANG_FL_COMM_MODE=fastest uses it."]
+
+
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
     from sglang_fl.comm.audit import HookClock
     from sglang_fl.comm.ledger import Ledger
@@ -312,7 +327,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
     chip = find_chip(plugin.platform or "")
     vendor_backend = "" if data is None or chip is None else data.vendor_backend
     is_native = bool(vendor_backend) and chip is not None and puts_first(settings, vendor_backend or "", chip.vendor)
-    chosen = f"{describe_order(settings)}, {MODES[settings.comm.mode]}"
+    chosen = f"{describe_order(settings)}, {_mode(settings)}"
     reason = f"{chosen}; SGLang's own methods, none of them is hooked" if is_native else chosen
     plugin.layers.append(LayerState(COMM_LAYER, not is_native, reason))
     native_kinds = frozenset({Kind.VENDOR})
@@ -326,6 +341,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
             state.clock, state.ledger = HookClock(), Ledger()
             state.ledger.watch_torch()
             method_hooks = coordinator.audited_hooks(state.clock, state.ledger)
+        coordinator.let_dynamo_trace(method_hooks)
         hooks += method_hooks
     if plugin.platform == "cpu":
         hooks += cpu.hooks()

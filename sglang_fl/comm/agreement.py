@@ -81,13 +81,13 @@ def agree(
     order = _common_order(views)
     passed: list[PassedOver] = []
     for name in order:
-        reason = _first_refusal(context, [view.refusal(name) for view in views])
+        reason = first_refusal(context, [view.refusal(name) for view in views])
         if reason is None:
             backend = backends[name]
             if backend.is_native and backend.kind in native_kinds:
                 _tell(context, local, backend, passed)
                 return _agreed(context, backend, None, passed, _others(order, backends, local))
-            transport, reason = _create_everywhere(context, backend)
+            transport, reason = create_everywhere(context, backend)
             if transport is not None:
                 transport = routed(context, transport, partial(REFERENCE.create, context))
                 _tell(context, local, backend, passed)
@@ -128,25 +128,28 @@ class _View:
 
 
 def _local_view(context: GroupContext, backends: Mapping[str, Backend], policy: Policy) -> _View:
-    candidates = {
-        backend.name: Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
-        for backend in backends.values()
-    }
-
-    def refusal(name: str) -> str:
-        forbidden = policy.refusal(candidates[name])
-        if forbidden:
-            return forbidden
-        try:
-            availability = backends[name].probe(context)
-        except BACKEND_ERRORS as error:
-            return f"its probe raised {type(error).__name__}: {error}"
-        return "" if availability.available else availability.reason
+    candidates = {backend.name: _candidate(backend) for backend in backends.values()}
 
     named = {token: _named_by(token, candidates.values()) for token in policy.tokens(ITEM)}
-    reasons = {name: refusal(name) for names in named.values() for name in names}
+    reasons = {name: local_refusal(context, backends[name], policy) for names in named.values() for name in names}
     failures = {source: text.splitlines()[0] for source, text in discover_backends().failures.items()}
     return _View(policy.strict, named, reasons, failures)
+
+
+def local_refusal(context: GroupContext, backend: Backend, policy: Policy) -> str:
+    """Why this rank cannot use ``backend`` for the group, by the policy's rules or its own probe; "" if it can."""
+    forbidden = policy.refusal(_candidate(backend))
+    if forbidden:
+        return forbidden
+    try:
+        availability = backend.probe(context)
+    except BACKEND_ERRORS as error:
+        return f"its probe raised {type(error).__name__}: {error}"
+    return "" if availability.available else availability.reason
+
+
+def _candidate(backend: Backend) -> Candidate:
+    return Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
 
 
 def _named_by(token: str, candidates: Iterable[Candidate]) -> tuple[str, ...]:
@@ -197,7 +200,8 @@ def _tell(context: GroupContext, local: _View, chosen: Backend, passed: Sequence
     logger.log(level, "group %s is carried by %s. Passed over: %s", context.name, chosen.name, reasons)
 
 
-def _first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
+def first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
+    """The first of the ranks' ``reasons`` with who has it; None if all are empty."""
     refused = [(context.ranks[rank], reason) for rank, reason in enumerate(reasons) if reason]
     if not refused:
         return None
@@ -206,7 +210,11 @@ def _first_refusal(context: GroupContext, reasons: Sequence[str]) -> str | None:
     return f"{where}: {reason}"
 
 
-def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transport | None, str]:
+def create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transport | None, str]:
+    """The group's transport of ``backend``, or None and the reason if any rank could not create it.
+
+    All ranks of the group must call it.
+    """
     transport: Transport | None = None
     problem = ""
     try:
@@ -218,7 +226,7 @@ def _create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpo
     except BACKEND_ERRORS as error:
         problem = f"{type(error).__name__}: {error}"
     problems = context.exchange(f"create {backend.name}", problem)
-    reason = _first_refusal(context, problems)
+    reason = first_refusal(context, problems)
     if reason is None:
         return transport, ""
     if transport is not None:
@@ -249,7 +257,7 @@ def _agreed(
         for entry in others
         if entry.impl_id not in considered
     ]
-    candidate = Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
+    candidate = _candidate(backend)
     selection = Selection(context.name, candidate, (candidate,), (*passed, *later))
     return Agreed(backend, transport, selection, tuple(passed))
 

@@ -95,6 +95,16 @@ class TimedTransport(Transport):
         """See :meth:`Transport.all_reduce`."""
         self._timed(Operation.ALL_REDUCE, tensor, self.inner.all_reduce, tensor)
 
+    def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_result`."""
+        result: torch.Tensor = self._timed(Operation.ALL_REDUCE, tensor, self.inner.all_reduce_result, tensor)
+        return result
+
+    def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_new`."""
+        result: torch.Tensor = self._timed(Operation.ALL_REDUCE, tensor, self.inner.all_reduce_new, tensor)
+        return result
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         self._timed(Operation.ALL_GATHER, output, self.inner.all_gather, output, tensor)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.distributed import ProcessGroup
@@ -16,9 +17,10 @@ from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.reductions import Reductions
+from sglang_fl.comm.sizes import SizedTransport, add_routes
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import GroupContext, Transport
-from sglang_fl.config import Settings, load_settings
+from sglang_fl.config import CommMode, Settings, load_settings
 from sglang_fl.devices import detect_platform
 
 logger = logging.getLogger(__name__)
@@ -63,18 +65,39 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         """
         settings = settings or load_settings(platform=detect_platform())
         context = group_context(cpu_group, device_group, device, ranks, name, settings, timeout_s)
-        agreed = agree(context, discover_backends().backends, communicator_policy(settings))
-        self._bind(context, agreed)
+        backends, policy = discover_backends().backends, communicator_policy(settings)
+        agreed = agree(context, backends, policy)
+        routes: tuple[str, ...] = ()
+        if settings.comm.mode is CommMode.FASTEST:
+            agreed, routes = add_routes(context, agreed, settings.comm.routes, backends, policy)
+        self._bind_group(context, agreed, None, routes)
 
     @classmethod
-    def from_agreed(cls, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> CommunicatorFL:
+    def from_agreed(
+        cls,
+        context: GroupContext,
+        agreed: Agreed,
+        metadata: Transport | None = None,
+        routes: Sequence[str] = (),
+    ) -> CommunicatorFL:
         """The communicator for what :func:`agree` returned; ``agreed.transport`` must not be None.
 
         ``metadata`` carries pickled objects and, where the device is none, CPU tensors; the gloo group if left out.
+        ``routes``: the words of :func:`add_routes`, where it made the transport.
         """
         communicator = cls.__new__(cls)
-        communicator._bind(context, agreed, metadata)
+        communicator._bind_group(context, agreed, metadata, routes)
         return communicator
+
+    def _bind_group(
+        self, context: GroupContext, agreed: Agreed, metadata: Transport | None, routes: Sequence[str]
+    ) -> None:
+        self._bind(context, agreed, metadata)
+        self.routes = tuple(routes)
+        if isinstance(agreed.transport, SizedTransport):
+            # Bound to the object, so that a group without such routes looks none up.
+            setattr(self, "all_reduce", self.all_reduce_by_route)  # noqa: B010 - a method is replaced
+        self.graph_name = _name_for_graphs(self)
 
     def __repr__(self) -> str:
         return f"CommunicatorFL({self.name}, ranks={list(self.ranks)}, backend={self.backend})"
@@ -112,14 +135,38 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         return self._device.exceptions()
 
     def status(self) -> Mapping[str, Any]:
-        """Name, ranks, backend, bytes held for sends, and calls by method, for reports."""
+        """Name, ranks, backend, routes by size in words, bytes held for sends, and calls by method, for reports."""
         return {
             "group": self.name,
             "ranks": list(self.ranks),
             "backend": self.backend,
+            "routes": list(self.routes),
             "send_bytes_held": self._sends.held_bytes,
             "calls": dict(self.counts),
         }
+
+
+_groups: WeakValueDictionary[str, CommunicatorFL] = WeakValueDictionary()
+
+
+def find_group(graph_name: str) -> CommunicatorFL:
+    """The group of this process with that ``graph_name``.
+
+    Raises:
+        CommError: there is none any more.
+    """
+    group = _groups.get(graph_name)
+    if group is None:
+        raise CommError(f"a traced graph calls the group {graph_name}, which this process no longer has")
+    return group
+
+
+def _name_for_graphs(group: CommunicatorFL) -> str:
+    name, number = group.name, 2
+    while name in _groups:
+        name, number = f"{group.name}#{number}", number + 1
+    _groups[name] = group
+    return name
 
 
 def group_context(

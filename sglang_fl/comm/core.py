@@ -21,7 +21,10 @@ class GroupCore:
         context, agreed: the group, and what its ranks agreed on.
         name, ranks, world_size, rank_in_group, device, backend: of the group, for callers and reports.
         counts: calls by method.
+        graph_name: the group's name in a graph that Dynamo traced.
     """
+
+    graph_name: str
 
     def _bind(self, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> None:
         if agreed.transport is None:

@@ -39,8 +39,8 @@ def normalized_dim(method: str, dim: int, tensor: torch.Tensor) -> int:
 
 def gather_to_dim(gathered: torch.Tensor, dim: int) -> torch.Tensor:
     """(world_size, *shape) to the concatenation of the world_size parts along ``dim`` of ``shape``."""
-    world_size, *shape = gathered.shape
-    shape[dim] *= world_size
+    shape = list(gathered.shape[1:])
+    shape[dim] *= gathered.shape[0]
     return gathered.movedim(0, dim).reshape(shape)
 
 

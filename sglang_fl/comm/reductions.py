@@ -31,6 +31,29 @@ class Reductions(GroupCore):
         transport.all_reduce(staged)
         return input_.copy_(staged)
 
+    # Where routes by size may make all_reduce return another tensor, this one still writes into its argument.
+    all_reduce_in_place = all_reduce
+
+    def all_reduce_by_route(self, input_: torch.Tensor) -> torch.Tensor:
+        """:meth:`all_reduce` of a group with routes by size: the result may be a new tensor, ``input_`` is given up.
+
+        Source: SGLang's contract, whose callers use the result.
+        """
+        if input_.device.type != self.device.type or self.world_size == 1 or not input_.is_contiguous():
+            return self.all_reduce_in_place(input_)
+        self.counts["all_reduce"] += 1
+        self._check_reducible(self._device, input_, "all_reduce")
+        return self._device.all_reduce_result(input_)
+
+    def all_reduce_new(self, input_: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks in a new, contiguous tensor; ``input_`` stays as it is."""
+        self.counts["all_reduce"] += 1
+        if self.world_size == 1:
+            return input_.clone(memory_format=torch.contiguous_format)
+        transport = self._host if input_.is_cpu else self._device
+        self._check_reducible(transport, input_, "all_reduce")
+        return transport.all_reduce_new(input_.contiguous())
+
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
         """``output`` receives this rank's share (1 / world_size of the elements) of the sum of ``input``."""
         self.counts["reduce_scatter_tensor"] += 1

@@ -37,6 +37,14 @@ class RoutedTransport(Transport):
         """See :meth:`Transport.all_reduce`."""
         self.carriers[Operation.ALL_REDUCE].all_reduce(tensor)
 
+    def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_result`."""
+        return self.carriers[Operation.ALL_REDUCE].all_reduce_result(tensor)
+
+    def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_new`."""
+        return self.carriers[Operation.ALL_REDUCE].all_reduce_new(tensor)
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         self.carriers[Operation.ALL_GATHER].all_gather(output, tensor)

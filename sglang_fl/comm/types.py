@@ -175,6 +175,15 @@ class Transport(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
 
+    def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in ``tensor`` or in a new one; ``tensor`` is given up."""
+        self.all_reduce(tensor)
+        return tensor
+
+    def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks in a new tensor; ``tensor`` stays as it is."""
+        return self.all_reduce_result(tensor.clone())
+
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """``output`` (world_size * numel elements) receives every rank's ``tensor`` in rank order."""

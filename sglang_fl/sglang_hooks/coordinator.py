@@ -5,10 +5,14 @@ A group without a communicator (one rank, or the vendor's own route was agreed o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
+from sglang_fl.comm import compiled
 from sglang_fl.comm.audit import HookClock, audited_hook
+from sglang_fl.comm.layout import gather_to_dim
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.sglang_hooks.registration import Hook
 
@@ -25,7 +29,7 @@ def _all_reduce_in_place(original: Original, self: Any, input_: Any) -> Any:
     communicator = self.fl_communicator
     if communicator is None:
         return original(self, input_)
-    communicator.all_reduce(input_)
+    communicator.all_reduce_in_place(input_)
     return None
 
 
@@ -204,6 +208,55 @@ _METHODS: dict[str, Callable[..., Any]] = {
 METHOD_HOOKS: tuple[Hook, ...] = tuple(
     Hook(f"{COORDINATOR}.{method}", function) for method, function in _METHODS.items()
 )
+
+
+# What Dynamo traces in the place of a hook.
+def _traced_all_reduce(original: Original, self: Any, input_: Any) -> Any:
+    communicator = self.fl_communicator
+    return original(self, input_) if communicator is None else compiled.all_reduce(communicator, input_)
+
+
+def _traced_all_gather(
+    original: Original, self: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None
+) -> Any:
+    if self.fl_communicator is None or self.world_size == 1 or output_tensor_list is not None:
+        return original(self, input_, dim, output_tensor_list)
+    # SGLang's own has a way for CPU tensors that leaves its operators out.
+    output = torch.empty((self.world_size, *input_.shape), dtype=input_.dtype, device=input_.device)
+    self.all_gather_into_tensor(output, input_)
+    return gather_to_dim(output, dim % input_.dim())
+
+
+def _traced_all_gather_into_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input)
+    return compiled.all_gather_into_tensor(communicator, output, input)
+
+
+def _traced_reduce_scatter_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
+    communicator = self.fl_communicator
+    if communicator is None:
+        return original(self, output, input)
+    return compiled.reduce_scatter_tensor(communicator, output, input)
+
+
+_TRACED: dict[str, Callable[..., Any]] = {
+    "all_reduce": _traced_all_reduce,
+    "quant_all_reduce": _traced_all_reduce,
+    "all_gather": _traced_all_gather,
+    "all_gather_into_tensor": _traced_all_gather_into_tensor,
+    "reduce_scatter_tensor": _traced_reduce_scatter_tensor,
+}
+
+
+def let_dynamo_trace(hooks: Iterable[Hook]) -> None:
+    """Keep Dynamo out of our hooks and the audit; what it traces instead has the same effect when the graph runs."""
+    compiled.register()
+    for hook in hooks:
+        traced = _TRACED.get(hook.target.rpartition(".")[2])
+        if traced is not None:
+            compiled.trace_as(hook.function, traced)
 
 
 def audited_hooks(clock: HookClock, ledger: Ledger) -> tuple[Hook, ...]:

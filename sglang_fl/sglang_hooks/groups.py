@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.sizes import add_routes
 from sglang_fl.comm.types import GroupContext, Transport
-from sglang_fl.config import Settings
+from sglang_fl.config import CommMode, Settings
 from sglang_fl.selection import Kind
+from sglang_fl.sglang_hooks.native import NativeTransport
 from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead, foreign
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -39,6 +42,7 @@ class GroupRecord:
     ranks: tuple[int, ...]
     choice: str
     reasons: tuple[str, ...] = ()
+    routes: tuple[str, ...] = ()
     communicator: CommunicatorFL | None = None
 
     def status(self) -> dict[str, Any]:
@@ -48,8 +52,7 @@ class GroupRecord:
 
     def line(self) -> str:
         """One line for the report."""
-        reasons = f"; {'; '.join(self.reasons)}" if self.reasons else ""
-        return f"group {self.name} ranks {list(self.ranks)}: {self.choice}{reasons}"
+        return f"group {self.name} ranks {list(self.ranks)}: {'; '.join((self.choice, *self.routes, *self.reasons))}"
 
 
 @dataclass
@@ -62,6 +65,7 @@ class Groups:
         native_kinds: kinds of backends for which SGLang's own methods are kept.
         timeout_s: how long to wait for a rank at each step; ``--dist-timeout`` may shorten it.
         hooks: every hook of the plugin; each must be live.
+        rank: this process's global rank, kept beyond the groups' end.
     """
 
     settings: Settings
@@ -70,6 +74,7 @@ class Groups:
     hooks: list[Hook] = field(default_factory=list)
     records: list[GroupRecord] = field(default_factory=list)
     timeout_s: float = 120.0
+    rank: int = 0
     clock: HookClock | None = None
     ledger: Ledger | None = None
     audit: AuditWriter | None = None
@@ -106,6 +111,7 @@ class Groups:
 
     def _attach(self, coordinator: Any, recovered_rank: bool) -> None:
         ranks = tuple(coordinator.ranks)
+        self.rank = torch.distributed.get_rank()
         record = GroupRecord(coordinator.unique_name, ranks, "")
         if self.ledger is not None:
             self.ledger.name_group(coordinator.unique_name, coordinator.device_group, coordinator.cpu_group)
@@ -141,11 +147,27 @@ class Groups:
         if self.clock is None and metrics.are_on():
             self.clock = HookClock()
         if self.clock is not None:
-            agreed = replace(agreed, transport=TimedTransport(agreed.transport, context.name, self.clock))
             metadata = TimedTransport(metadata, f"{context.name} (metadata)", self.clock)
-        record.communicator = CommunicatorFL.from_agreed(context, agreed, metadata)
+        routes: tuple[str, ...] = ()
+        if self.settings.comm.mode is CommMode.FASTEST:
+            agreed, routes = add_routes(
+                context,
+                agreed,
+                self.settings.comm.routes,
+                discover_backends().backends,
+                communicator_policy(self.settings),
+                NativeTransport(coordinator, self.hooks),
+                partial(self._timed, context.name),
+            )
+        elif agreed.transport is not None:
+            agreed = replace(agreed, transport=self._timed(context.name, agreed.transport))
+        record.communicator = CommunicatorFL.from_agreed(context, agreed, metadata, routes)
         record.choice = agreed.backend.name
+        record.routes = routes
         coordinator.fl_communicator = record.communicator
+
+    def _timed(self, group: str, transport: Transport) -> Transport:
+        return transport if self.clock is None else TimedTransport(transport, group, self.clock)
 
     def _limit_s(self) -> float:
         """Seconds to wait for a rank: ours, or SGLang's ``--dist-timeout`` where that is less."""
@@ -197,13 +219,13 @@ class Groups:
         )
         self._start_audit()
         if self.clock is not None and metrics.are_on() and self.exporter is None:
-            self.exporter = metrics.MetricsExporter(self.clock, torch.distributed.get_rank())
+            self.exporter = metrics.MetricsExporter(self.clock, self.rank)
 
     def _start_audit(self) -> None:
         path = self.settings.comm.audit
         if path is None or self.audit is not None:
             return
-        self.audit = AuditWriter(path, torch.distributed.get_rank(), self.status)
+        self.audit = AuditWriter(path, self.rank, self.status)
         self.audit.write()
         logger.info("[sglang_fl] audit of the groups' calls: %s", self.audit.path)
 
@@ -211,7 +233,7 @@ class Groups:
         """This process's groups with their calls, and the time in our hooks where it is counted."""
         return {
             "pid": os.getpid(),
-            "rank": torch.distributed.get_rank(),
+            "rank": self.rank,
             "versions": self.versions,
             "hooks_live": count_applied(self.hooks),
             "hooks": len(self.hooks),
@@ -242,5 +264,9 @@ class Groups:
     def _comparable(self) -> dict[str, str]:
         versions = {f"version of {name}": version for name, version in self.versions.items()}
         # Groups of one name exist once per set of ranks; only those of the same ranks must be alike.
-        choices = {f"backend of {r.name} {list(r.ranks)}": r.choice for r in self.records if r.communicator}
+        choices = {
+            f"backend of {r.name} {list(r.ranks)}": "; ".join((r.choice, *r.routes))
+            for r in self.records
+            if r.communicator
+        }
         return {**self.settings.comparable(), **versions, **choices}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -108,6 +109,20 @@ def foreign(hooks: Iterable[Hook]) -> list[str]:
             beneath = _names(chain[place + 1 : -1])
             found += [f"{hook.target}: {name} lies beneath ours and is not reached" for name in beneath]
     return found
+
+
+def beneath(hook: Hook) -> Callable[..., Any]:
+    """What ``hook`` wraps in this process: SGLang's own function, or the hook of another plugin beneath ours.
+
+    Raises:
+        LookupError: the hook is not live.
+    """
+    chain = _wrapping_chain_of(hook)
+    for outer, inner in pairwise(chain):
+        if hook.function in _closure(outer):
+            found: Callable[..., Any] = inner
+            return found
+    raise LookupError(f"{hook.target}: SGLang did not apply the hook")
 
 
 def _names(functions: Iterable[Any]) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.entrypoints import engine
 from sglang.srt.managers import scheduler
@@ -111,6 +112,70 @@ def selection(environments: Mapping[str, Environment]) -> dict[str, Any]:
     return found
 
 
+def _carried() -> dict[str, dict[str, int]]:
+    """Operation to backend to calls, of the tensor-parallel group."""
+    assert plugin._plugin is not None and plugin._plugin.groups is not None
+    found: dict[str, dict[str, int]] = {}
+    for row in plugin._plugin.groups.status()["clock"]["carried"]:
+        if row["group"].startswith("tp:"):
+            found.setdefault(row["operation"], {})[row["backend"]] = row["calls"]
+    return found
+
+
+def _by_size(context: RankContext) -> dict[str, Any]:
+    """Small and large calls of the operations that have routes, eager and from a graph that Dynamo traced."""
+    _make_groups(context)
+    group, rank, found = parallel_state.get_tp_group(), context.rank, {}
+    for elements in (16, 4096):
+        mine = torch.full((elements,), rank + 1.0)
+        assert group.all_reduce(mine.clone()).unique().item() == 3.0
+        in_place = mine.clone()
+        group._all_reduce_in_place(in_place)
+        assert in_place.unique().item() == 3.0
+        assert group.all_reduce(mine.to(torch.int32)).unique().item() == 3
+        both = torch.cat([torch.full((elements,), 1.0), torch.full((elements,), 2.0)])
+        assert torch.equal(group.all_gather(mine, 0), both)
+        share = torch.empty(elements // 2)
+        group.reduce_scatter_tensor(share, mine)
+        assert share.unique().item() == 3.0
+    found["eager"] = _carried()
+    found["routes"] = list(group.fl_communicator.routes)
+    parallel_state.destroy_distributed_environment()
+    return found
+
+
+def _traced(context: RankContext) -> dict[str, Any]:
+    """A function that Dynamo must trace whole: values, and what carried them."""
+    _make_groups(context)
+    group, rank = parallel_state.get_tp_group(), context.rank
+
+    def model(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        reduced = group.all_reduce(x * 2)
+        gathered = group.all_gather(reduced + rank, dim=-1)
+        share = torch.empty_like(x[: x.shape[0] // 2])
+        group.reduce_scatter_tensor(share, x)
+        return reduced, gathered, share
+
+    mine = torch.arange(8.0).view(4, 2) + rank
+    eager = [plain(value) for value in model(mine.clone())]
+    before = _carried()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    kept = mine.clone()
+    traced = [plain(value) for value in compiled(mine)]
+    parallel_state.destroy_distributed_environment()
+    return {"eager": eager, "traced": traced, "kept": torch.equal(kept, mine), "before": before, "after": _carried()}
+
+
+def by_size(environment: Environment) -> list[dict[str, Any]]:
+    """What carried which size with these settings, per rank."""
+    return run_ranks(_by_size, 2, gloo=False, env=environment)
+
+
+def traced(environment: Environment) -> list[dict[str, Any]]:
+    """What a traced function gave, per rank."""
+    return run_ranks(_traced, 2, gloo=False, env=environment)
+
+
 def _hooked(context: RankContext) -> list[str]:
     import sglang_fl.plugin
 
@@ -129,8 +194,10 @@ def hooked(environments: Mapping[str, Environment]) -> dict[str, Any]:
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
     answer = {
-        "calls": calls() if request["calls"] else {},
-        "selection": selection(request["selection"]),
-        "hooked": hooked(request["hooked"]),
+        "calls": calls() if request.get("calls") else {},
+        "selection": selection(request.get("selection", {})),
+        "hooked": hooked(request.get("hooked", {})),
+        "by_size": {name: by_size(env) for name, env in request.get("by_size", {}).items()},
+        "traced": {name: traced(env) for name, env in request.get("traced", {}).items()},
     }
     print(MARK + json.dumps(answer))

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -14,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from sglang_fl.config.fields import FIELD_BY_VARIABLE
 from tests.distributed.coordinator_cases import CASES
+from tests.distributed.coordinator_program import ROOT, ask
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/communication.md"
 TABLE_TITLE = "### FLAGCX_PATH and SGLANG_FL_DIST_BACKEND on a CPU"
 TYPO = "flagcxx"
@@ -55,21 +50,7 @@ def _environments(hostcx: Path, empty: Path) -> dict[str, dict[str, str]]:
 def answer(hostcx: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process with SGLang found out, with ranks forked from it."""
     folder = tmp_path_factory.mktemp("coordinator")
-    request = {"calls": True, "selection": _environments(hostcx, folder), "hooked": HOOKED}
-    own = {name: value for name, value in os.environ.items() if name not in FIELD_BY_VARIABLE}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.coordinator_ranks", json.dumps(request)],
-        cwd=ROOT,
-        env={**own, "SGLANG_USE_CPU_ENGINE": "1", "LD_LIBRARY_PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
-    assert ended.returncode == 0 and len(lines) == 1, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
-    return found
+    return ask({"calls": True, "selection": _environments(hostcx, folder), "hooked": HOOKED})
 
 
 def test_every_method_is_called(answer: dict[str, Any]) -> None:

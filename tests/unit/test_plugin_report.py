@@ -37,7 +37,10 @@ def test_every_layer_is_on_or_off_with_its_reason(configured: str) -> None:
     """Given a CPU, when the plugin loads, then layers 1 and 2 are off with a reason and layer 3 says what it uses."""
     assert "layer 1, ATen operators: off: " in configured
     assert "layer 2, fused operators: off: " in configured
-    assert "layer 3, communication: on: torch (from cpu.yaml), mode fastest, which does as mode all" in configured
+    assert (
+        "layer 3, communication: on: torch (from cpu.yaml), mode fastest, for which comm.routes has no route here: as mode all"
+        in configured
+    )
 
 
 def test_a_setting_without_effect_says_so(configured: str) -> None:

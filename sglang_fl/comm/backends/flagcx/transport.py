@@ -78,6 +78,17 @@ class FlagCXTransport(Transport):
         if code:
             raise self.communicator.error(code, FlagCXOperation.ALL_REDUCE, dtype, SUM, tensor.numel())
 
+    def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_new`; the library writes to another place, nothing is copied."""
+        output = torch.empty_like(tensor)
+        dtype = self._types[tensor.dtype]
+        code = self._all_reduce(
+            self._handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, SUM, self._stream()
+        )
+        if code:
+            raise self.communicator.error(code, FlagCXOperation.ALL_REDUCE, dtype, SUM, tensor.numel())
+        return output
+
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         dtype = self._types[tensor.dtype]

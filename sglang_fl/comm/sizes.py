@@ -1,0 +1,235 @@
+"""Mode fastest: per operation the route that carries a call of its dtype and size, built once, alike on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, local_refusal
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
+from sglang_fl.config import CaptureRule, CommRouteOrder
+from sglang_fl.selection import Policy
+
+NATIVE = "native"
+ANY_SIZE = sys.maxsize
+logger = logging.getLogger(__name__)
+
+# For one dtype: (largest size in bytes, transport), in the order in which they are tried; the last takes any size.
+Entries = tuple[tuple[int, Transport], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The routes of one operation: by dtype, outside of a graph's capture and inside; ``other`` for other dtypes."""
+
+    other: Entries
+    eager: Mapping[torch.dtype, Entries] = field(default_factory=dict)
+    graph: Mapping[torch.dtype, Entries] = field(default_factory=dict)
+
+
+class SizedTransport(Transport):
+    """Hands each call to the transport that its dtype and size ask for; what has no routes goes to ``base``."""
+
+    def __init__(
+        self,
+        base: Transport,
+        others: Sequence[Transport],
+        tables: Mapping[Operation, Table],
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self.name = base.name
+        self.capabilities: Capabilities = base.capabilities
+        self._base = base
+        self._transports = (base, *others)
+        unrouted = Table(((ANY_SIZE, base),))
+        self._all_reduce = tables.get(Operation.ALL_REDUCE, unrouted)
+        self._all_gather = tables.get(Operation.ALL_GATHER, unrouted)
+        self._reduce_scatter = tables.get(Operation.REDUCE_SCATTER, unrouted)
+        self._depends_on_capture = any(table.eager != table.graph for table in tables.values())
+        self._is_capturing = is_capturing
+        # Unrouted operations cost nothing more than before.
+        for operation in Operation:
+            if operation not in tables:
+                setattr(self, operation.value, getattr(base, operation.value))
+
+    def exceptions(self) -> dict[str, str]:
+        """See :meth:`Transport.exceptions`; routes by size are not exceptions."""
+        return self._base.exceptions()
+
+    def carrier(self, table: Table, tensor: torch.Tensor) -> Transport:
+        """The transport for ``tensor``, the larger one of a call's two."""
+        by_dtype = table.graph if self._depends_on_capture and self._is_capturing() else table.eager
+        size = tensor.nbytes
+        for limit, transport in by_dtype.get(tensor.dtype, table.other):
+            if size <= limit:
+                return transport
+        return self._base
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_reduce`."""
+        self.carrier(self._all_reduce, tensor).all_reduce(tensor)
+
+    def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_result`."""
+        return self.carrier(self._all_reduce, tensor).all_reduce_result(tensor)
+
+    def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See :meth:`Transport.all_reduce_new`."""
+        return self.carrier(self._all_reduce, tensor).all_reduce_new(tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.all_gather`."""
+        self.carrier(self._all_gather, output).all_gather(output, tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """See :meth:`Transport.reduce_scatter`."""
+        self.carrier(self._reduce_scatter, tensor).reduce_scatter(output, tensor)
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.reduce`."""
+        self._base.reduce(tensor, dst)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
+        """See :meth:`Transport.broadcast`."""
+        return self._base.broadcast(tensor, src)
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
+        """See :meth:`Transport.gather`."""
+        self._base.gather(output, tensor, dst)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> Work:
+        """See :meth:`Transport.send`."""
+        return self._base.send(tensor, dst)
+
+    def recv(self, tensor: torch.Tensor, src: int) -> Work:
+        """See :meth:`Transport.recv`."""
+        return self._base.recv(tensor, src)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        for transport in self._transports:
+            transport.close()
+
+
+def add_routes(
+    context: GroupContext,
+    agreed: Agreed,
+    orders: Sequence[CommRouteOrder],
+    backends: Mapping[str, Backend],
+    policy: Policy,
+    native: Transport | None = None,
+    wrap: Callable[[Transport], Transport] | None = None,
+) -> tuple[Agreed, tuple[str, ...]]:
+    """``agreed`` with the routes by size put before its transport, and in words what each operation's routes are.
+
+    All ranks of the group must call it. A route whose backend some rank cannot use is left out on all ranks, with
+    the reason among the words.
+
+    Args:
+        context: the group.
+        agreed: what its ranks agreed on, with a transport.
+        orders: the routes of ``comm.routes``.
+        backends: those of this process.
+        policy: its vendor rules hold for routes as well; strict: a route that is left out is an error.
+        native: the caller's own methods as a transport; None where it has none.
+        wrap: applied to each transport before it becomes a route.
+
+    Raises:
+        AgreementError: the ranks' routes differ, or a route cannot be used and the policy is strict.
+    """
+    assert agreed.transport is not None
+    text = "; ".join(f"{order.op}={'|'.join(map(str, order.routes))}" for order in orders)
+    named = dict.fromkeys(route.backend for order in orders for route in order.routes)
+    wanted = [name for name in named if name != agreed.backend.name]
+    local = {name: _refusal(name, context, backends, policy, native) for name in wanted}
+    views = context.exchange("announce routes", (text, local))
+    _require_equal(context, [view[0] for view in views])
+    transports: dict[str, Transport] = {agreed.backend.name: agreed.transport}
+    notes = []
+    for name in wanted:
+        reason = first_refusal(context, [view[1][name] for view in views])
+        transport = None
+        if reason is None:
+            transport, reason = (native, "") if name == NATIVE else create_everywhere(context, backends[name])
+        if transport is None:
+            notes.append(f"route {name} left out: {reason}")
+        else:
+            transports[name] = transport
+    if notes and policy.strict:
+        raise AgreementError(
+            f"group {context.name}: {'; '.join(notes)}. Strict mode allows no route to be left out: mend what the "
+            f"reason names, or change SGLANG_FL_COMM_ROUTES."
+        )
+    if wrap is not None:
+        transports = {name: wrap(transport) for name, transport in transports.items()}
+    base = transports[agreed.backend.name]
+    tables = {Operation(order.op): _table(order, transports, base) for order in orders}
+    others = [transport for transport in transports.values() if transport is not base]
+    routed = SizedTransport(base, others, tables, _capture_probe(context.device))
+    kept = [_describe(order, transports, agreed.backend.name) for order in orders]
+    return replace(agreed, transport=routed), (*kept, *notes)
+
+
+def _refusal(
+    name: str, context: GroupContext, backends: Mapping[str, Backend], policy: Policy, native: Transport | None
+) -> str:
+    if name == NATIVE:
+        return "" if native is not None else "there are no methods of SGLang's own here"
+    if name not in backends:
+        return f"no backend {name} is installed"
+    return local_refusal(context, backends[name], policy)
+
+
+def _require_equal(context: GroupContext, texts: Sequence[str]) -> None:
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            raise AgreementError(
+                f"group {context.name}: the ranks' routes differ: global rank {context.ranks[0]} has "
+                f"{texts[0] or 'none'}; global rank {context.ranks[rank]} has {text or 'none'}. Give every node the "
+                f"same SGLANG_FL_COMM_ROUTES, SGLANG_FL_CONFIG and SGLANG_FL_PLATFORM."
+            )
+
+
+def _table(order: CommRouteOrder, transports: Mapping[str, Transport], base: Transport) -> Table:
+    reduces = Operation(order.op) in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
+
+    def entries(dtype: torch.dtype, forbidden: CaptureRule) -> Entries:
+        found = []
+        for route in order.routes:
+            transport = transports.get(route.backend)
+            if transport is None or route.when is forbidden or not _carries(transport, order.op, dtype, reduces):
+                continue
+            found.append((ANY_SIZE if route.max_bytes is None else route.max_bytes, transport))
+        return (*found, (ANY_SIZE, base))
+
+    dtypes = base.capabilities.reducible if reduces else base.capabilities.movable
+    eager = {dtype: entries(dtype, CaptureRule.GRAPH) for dtype in dtypes}
+    graph = {dtype: entries(dtype, CaptureRule.EAGER) for dtype in dtypes}
+    return Table(((ANY_SIZE, base),), eager, graph)
+
+
+def _carries(transport: Transport, op: str, dtype: torch.dtype, reduces: bool) -> bool:
+    capabilities = transport.capabilities
+    dtypes = capabilities.reducible if reduces else capabilities.movable
+    return Operation(op) in capabilities.operations and dtype in dtypes
+
+
+def _describe(order: CommRouteOrder, transports: Mapping[str, Transport], base: str) -> str:
+    kept = [str(route) for route in order.routes if route.backend in transports]
+    return f"{order.op} by size: {'|'.join([*kept, f'else {base}'])}"
+
+
+def _capture_probe(device: torch.device) -> Callable[[], bool]:
+    if device.type == "cpu":
+        return _never
+    probe: Callable[[], bool] = getattr(torch.get_device_module(device), "is_current_stream_capturing", _never)
+    return probe
+
+
+def _never() -> bool:
+    return False
