@@ -1,0 +1,143 @@
+"""Routes by size without SGLang: what carries a call, ranks that differ, and routes that cannot be used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.agreement import agree
+from sglang_fl.comm.audit import HookClock, TimedTransport
+from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.sizes import add_routes
+from sglang_fl.config import load_settings
+from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.distributed.groups import call_everything, communicator_of_all
+
+LIMIT = 1024
+
+
+def _environment(hostcx: Path, routes: str, **more: str) -> dict[str, str]:
+    return {"FLAGCX_PATH": str(hostcx), "SGLANG_FL_COMM_MODE": "fastest", "SGLANG_FL_COMM_ROUTES": routes, **more}
+
+
+def _counted(context: RankContext) -> dict[str, dict[str, int]]:
+    """The group of all ranks with counted routes: what carried how many calls of which operation."""
+    settings = load_settings(platform="cpu")
+    group = dist.new_group(list(range(context.world_size)), backend="gloo")
+    described = group_context(group, group, "cpu", range(context.world_size), "tp:0", settings, 20.0)
+    backends, policy = discover_backends().backends, communicator_policy(settings)
+    clock = HookClock()
+    agreed, routes = add_routes(
+        described,
+        agree(described, backends, policy),
+        settings.comm.routes,
+        backends,
+        policy,
+        wrap=lambda transport: TimedTransport(transport, "tp:0", clock),
+    )
+    communicator = CommunicatorFL.from_agreed(described, agreed, routes=routes)
+    size = context.world_size
+    total = sum(range(1, size + 1))
+    for elements in (0, 1, LIMIT // 4, LIMIT // 4 + 1, 5000):
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = torch.full((elements,), context.rank + 1.0, dtype=dtype)
+            assert torch.equal(communicator.all_reduce(mine.clone()), torch.full_like(mine, total))
+            strided = torch.stack([mine, mine], 1)[:, 0]
+            assert torch.equal(communicator.all_reduce(strided), torch.full_like(mine, total))
+            gathered = communicator.all_gather(mine, dim=0)
+            assert torch.equal(gathered, torch.cat([torch.full_like(mine, rank + 1.0) for rank in range(size)]))
+            share = communicator.reduce_scatter_tensor(torch.empty_like(mine), mine.repeat(size))
+            assert torch.equal(share, torch.full_like(mine, total))
+    call_everything(communicator)
+    communicator.destroy()
+    found: dict[str, Counter[str]] = {}
+    for (_, operation, backend), carried in clock.carried.items():
+        found.setdefault(operation, Counter())[backend] += carried.calls
+    return {operation: dict(counts) for operation, counts in found.items()}
+
+
+def test_each_size_takes_its_route(hostcx: Path) -> None:
+    """Given routes for small calls on torch, when sizes on both sides of the limit are summed, gathered and scattered,
+    then every value is right and each call is carried by the route of its size, on all ranks alike."""
+    routes = f"all_reduce=torch:{LIMIT};all_gather=torch:{LIMIT}@eager|flagcx;reduce_scatter=torch:{LIMIT}@graph"
+    found = run_ranks(_counted, 2, env=_environment(hostcx, routes))
+    assert found[0] == found[1]
+    # float32: 0, 4 and 1024 bytes are small, 1028 and 20000 are not; bfloat16: one more is small. Twice each, and
+    # one call of call_everything.
+    assert found[0]["all_reduce"] == {"torch": 2 * (3 + 4) + 1, "flagcx": 2 * (2 + 1)}
+    # Of the gathered output: 0, 8 bytes; and 0, 4, 1024 and for bfloat16 1028 is not.
+    assert found[0]["all_gather"] == {"torch": 2 + 3 + 1, "flagcx": 3 + 2}
+    assert set(found[0]["reduce_scatter"]) == {"flagcx"}  # nothing is captured here
+    assert set(found[0]["broadcast"]) == {"flagcx"}  # has no routes
+
+
+def _routes(context: RankContext) -> tuple[str, tuple[str, ...]]:
+    communicator = communicator_of_all(context)
+    call_everything(communicator)
+    communicator.destroy()
+    return communicator.backend, communicator.routes
+
+
+@pytest.mark.parametrize(
+    ("routes", "kept", "note"),
+    [
+        ("all_reduce=native:1KiB|torch", "torch|else flagcx", "native left out: all ranks: there are no methods"),
+        ("all_reduce=torhc:1KiB", "else flagcx", "torhc left out: all ranks: no backend torhc is installed"),
+        ("all_reduce=nccl:1KiB", "else flagcx", "nccl left out: all ranks: the group's torch.distributed backend is"),
+    ],
+)
+def test_a_route_that_cannot_be_used(routes: str, kept: str, note: str, hostcx: Path) -> None:
+    """Given a route whose backend is not there, then all ranks leave it out and say why, and calls are right."""
+    for backend, words in run_ranks(_routes, 2, env=_environment(hostcx, routes)):
+        assert backend == "flagcx"
+        assert words[0] == f"all_reduce by size: {kept}"
+        assert note in words[1]
+
+
+def test_a_route_that_one_rank_cannot_use(hostcx: Path, tmp_path: Path) -> None:
+    """Given a route whose library one rank lacks, then all ranks leave it out and say which rank it was."""
+    environment = _environment(hostcx, "all_reduce=flagcx:1KiB", SGLANG_FL_DIST_BACKEND="torch")
+    found = run_ranks(_routes, 2, env=lambda rank: {**environment, "FLAGCX_PATH": str(tmp_path if rank else hostcx)})
+    for backend, words in found:
+        assert backend == "torch"
+        assert words[0] == "all_reduce by size: else torch"
+        assert "route flagcx left out: global rank 1: " in words[1]
+
+
+def _refused(context: RankContext) -> str:
+    with pytest.raises(AgreementError) as raised:
+        communicator_of_all(context)
+    return str(raised.value)
+
+
+def test_strict_leaves_no_route_out(hostcx: Path) -> None:
+    """Given strict mode and a route that cannot be used, then all ranks raise the same error."""
+    texts = run_ranks(_refused, 2, env=_environment(hostcx, "all_reduce=torhc:1KiB", SGLANG_FL_STRICT="1"))
+    assert texts[0] == texts[1]
+    assert "route torhc left out: all ranks: no backend torhc" in texts[0] and "Strict mode allows no route" in texts[0]
+
+
+def test_ranks_with_different_routes(hostcx: Path) -> None:
+    """Given ranks whose routes differ, then all raise the same error, which shows both."""
+
+    def environment(rank: int) -> dict[str, Any]:
+        return _environment(hostcx, f"all_reduce=torch:{rank + 1}KiB")
+
+    texts = run_ranks(_refused, 2, env=environment)
+    assert texts[0] == texts[1]
+    assert "rank 0 has all_reduce=torch:1024; global rank 1 has all_reduce=torch:2048" in texts[0]
+
+
+def test_a_vendor_rule_holds_for_routes(hostcx: Path) -> None:
+    """Given a denied vendor, then its route is left out for that reason."""
+    environment = _environment(hostcx, "all_reduce=nccl:1KiB", SGLANG_FL_DENY_VENDORS="cuda")
+    for _, words in run_ranks(_routes, 2, env=environment):
+        assert "route nccl left out: all ranks: vendor nvidia is denied" in words[1]
