@@ -177,6 +177,7 @@ def _is_device_error(error: Exception) -> bool:
 
 
 def _add_note(error: BaseException, text: str) -> None:
+    note = f"[sglang_fl] {text}"
     add_note = getattr(error, "add_note", None)  # Python 3.11
-    if add_note is not None and text not in getattr(error, "__notes__", ()):
-        add_note(f"[sglang_fl] {text}")
+    if add_note is not None and note not in getattr(error, "__notes__", ()):
+        add_note(note)
