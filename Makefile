@@ -44,8 +44,9 @@ $(VENV)/.installed: pyproject.toml $(NATIVE_SOURCES) $(VENV)/.requirements $(VEN
 hostcx:
 	@$(MAKE) --no-print-directory -C csrc/hostcx OUT="$(CURDIR)/build/hostcx"
 
+# FlagCX's API over host memory carries the collectives, unless FLAGCX_PATH is set (empty: torch.distributed).
 demo: setup
-	@$(BIN)/python -m sglang_fl.testing.demo
+	@FLAGCX_PATH="$${FLAGCX_PATH-$(CURDIR)/build/hostcx}" $(BIN)/python -m sglang_fl.testing.demo
 
 test: check pytest sanitize
 

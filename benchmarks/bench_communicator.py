@@ -32,7 +32,8 @@ from sglang_fl.comm.backends.flagcx import DataType, FlagCXOperation, ReduceOp
 from sglang_fl.comm.backends.flagcx.transport import FlagCXTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.discovery import discover_backends
-from sglang_fl.comm.types import GroupContext
+from sglang_fl.comm.sizes import ANY_SIZE, Finder, Table
+from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import load_settings
 from sglang_fl.selection import Policy
 from sglang_fl.testing.ranks import RankContext, run_ranks
@@ -204,6 +205,20 @@ def route_loop_us(communicator: CommunicatorFL, tensor: torch.Tensor) -> float:
     return (time.perf_counter_ns() - before) / CALLS / 1000
 
 
+def size_loop_us(find: Finder, tensor: torch.Tensor) -> float:
+    """Looking up the route of a tensor's dtype and size, under mode fastest; the loop included."""
+    before = time.perf_counter_ns()
+    for _ in repeat(None, CALLS):
+        find(tensor)
+    return (time.perf_counter_ns() - before) / CALLS / 1000
+
+
+def routes_by_size(transport: Transport) -> Finder:
+    """The look-up of a table with one limit, in front of which a 1 KiB tensor lies."""
+    entries = dict.fromkeys(transport.capabilities.reducible, ((4096, transport), (ANY_SIZE, transport)))
+    return Table(transport, entries, entries).finder(lambda: False)
+
+
 @dataclass(frozen=True)
 class Beneath:
     """The library under the communicator: raw handles, its count of calls, and its path."""
@@ -247,6 +262,7 @@ def measure(context: RankContext, loop_path: Path) -> dict[str, list[float]]:
     handle = transport.communicator.handle
     wrapper = CtypesCommunicator(beneath.path, beneath.comm, beneath.stream, tensor.device)
     in_place = tensor.clone()
+    find = routes_by_size(transport)
 
     def counted(sample: Callable[[], float]) -> Callable[[], float]:
         def measured() -> float:
@@ -270,6 +286,7 @@ def measure(context: RankContext, loop_path: Path) -> dict[str, list[float]]:
             "transport": timed(transport.all_reduce),
             "function": timed(lambda _: function(handle, address, address, ELEMENTS, dtype, op, 0)),
             "route": lambda: route_loop_us(communicator, tensor),
+            "size": lambda: size_loop_us(find, tensor),
             "look up": lambda: look_up_loop_us(types, tensor),
             "c": counted(lambda: float(loop.loop_us(*c_arguments))),
             "ctypes": timed(wrapper.all_reduce_in_place),
@@ -309,6 +326,7 @@ def run() -> list[Figure]:
             Bar.ratio_at_most(1 / SMALLEST_RATIO_OF_CTYPES),
         ),
         figure("looking a call's route up", "route", bar=Bar.at_most(LARGEST_ROUTE_LOOK_UP_US)),
+        figure("looking a call's route by size up, mode fastest", "size", bar=Bar.at_most(LARGEST_ROUTE_LOOK_UP_US)),
         figure(f"{method}, against its transport", "method", "transport", "FlagCXTransport.all_reduce alone"),
         figure("FlagCXTransport.all_reduce", "transport", "function", "the bare C function from Python, in a lambda"),
         figure("a tensor's address, count and dtype, for the C function", "look up"),

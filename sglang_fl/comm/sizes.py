@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -21,15 +22,52 @@ logger = logging.getLogger(__name__)
 
 # For one dtype: (largest size in bytes, transport), in the order in which they are tried; the last takes any size.
 Entries = tuple[tuple[int, Transport], ...]
+Finder = Callable[[torch.Tensor], Transport]
 
 
 @dataclass(frozen=True)
 class Table:
     """The routes of one operation: by dtype, outside of a graph's capture and inside; ``other`` for other dtypes."""
 
-    other: Entries
+    other: Transport
     eager: Mapping[torch.dtype, Entries] = field(default_factory=dict)
     graph: Mapping[torch.dtype, Entries] = field(default_factory=dict)
+
+    def finder(self, is_capturing: Callable[[], bool]) -> Finder:
+        """The look-up of a call's transport by the larger one of its tensors: a dictionary get, then comparisons."""
+        eager = _finder(self.eager, self.other)
+        if self.eager == self.graph:
+            return eager
+        graph = _finder(self.graph, self.other)
+
+        def find(tensor: torch.Tensor) -> Transport:
+            return graph(tensor) if is_capturing() else eager(tensor)
+
+        return find
+
+
+def _finder(by_dtype: Mapping[torch.dtype, Entries], other: Transport) -> Finder:
+    # Each entry holds the next one, so that the first comparison mostly ends the search.
+    chained = {dtype: _chained(entries) for dtype, entries in by_dtype.items()}
+    get = chained.get
+    unrouted = _chained(((ANY_SIZE, other),))
+
+    def find(tensor: torch.Tensor) -> Transport:
+        limit, transport, following = get(tensor.dtype, unrouted)
+        size = tensor.nbytes
+        while size > limit:
+            limit, transport, following = following
+        found: Transport = transport
+        return found
+
+    return find
+
+
+def _chained(entries: Entries) -> Any:
+    chain: Any = None
+    for limit, transport in reversed(entries):
+        chain = (limit, transport, chain)
+    return chain
 
 
 class SizedTransport(Transport):
@@ -46,12 +84,10 @@ class SizedTransport(Transport):
         self.capabilities: Capabilities = base.capabilities
         self._base = base
         self._transports = (base, *others)
-        unrouted = Table(((ANY_SIZE, base),))
-        self._all_reduce = tables.get(Operation.ALL_REDUCE, unrouted)
-        self._all_gather = tables.get(Operation.ALL_GATHER, unrouted)
-        self._reduce_scatter = tables.get(Operation.REDUCE_SCATTER, unrouted)
-        self._depends_on_capture = any(table.eager != table.graph for table in tables.values())
-        self._is_capturing = is_capturing
+        unrouted = Table(base)
+        self._of_all_reduce = tables.get(Operation.ALL_REDUCE, unrouted).finder(is_capturing)
+        self._of_all_gather = tables.get(Operation.ALL_GATHER, unrouted).finder(is_capturing)
+        self._of_reduce_scatter = tables.get(Operation.REDUCE_SCATTER, unrouted).finder(is_capturing)
         # Unrouted operations cost nothing more than before.
         for operation in Operation:
             if operation not in tables:
@@ -61,34 +97,25 @@ class SizedTransport(Transport):
         """See :meth:`Transport.exceptions`; routes by size are not exceptions."""
         return self._base.exceptions()
 
-    def carrier(self, table: Table, tensor: torch.Tensor) -> Transport:
-        """The transport for ``tensor``, the larger one of a call's two."""
-        by_dtype = table.graph if self._depends_on_capture and self._is_capturing() else table.eager
-        size = tensor.nbytes
-        for limit, transport in by_dtype.get(tensor.dtype, table.other):
-            if size <= limit:
-                return transport
-        return self._base
-
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        self.carrier(self._all_reduce, tensor).all_reduce(tensor)
+        self._of_all_reduce(tensor).all_reduce(tensor)
 
     def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Transport.all_reduce_result`."""
-        return self.carrier(self._all_reduce, tensor).all_reduce_result(tensor)
+        return self._of_all_reduce(tensor).all_reduce_result(tensor)
 
     def all_reduce_new(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Transport.all_reduce_new`."""
-        return self.carrier(self._all_reduce, tensor).all_reduce_new(tensor)
+        return self._of_all_reduce(tensor).all_reduce_new(tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
-        self.carrier(self._all_gather, output).all_gather(output, tensor)
+        self._of_all_gather(output).all_gather(output, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.reduce_scatter`."""
-        self.carrier(self._reduce_scatter, tensor).reduce_scatter(output, tensor)
+        self._of_reduce_scatter(tensor).reduce_scatter(output, tensor)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
@@ -210,7 +237,7 @@ def _table(order: CommRouteOrder, transports: Mapping[str, Transport], base: Tra
     dtypes = base.capabilities.reducible if reduces else base.capabilities.movable
     eager = {dtype: entries(dtype, CaptureRule.GRAPH) for dtype in dtypes}
     graph = {dtype: entries(dtype, CaptureRule.EAGER) for dtype in dtypes}
-    return Table(((ANY_SIZE, base),), eager, graph)
+    return Table(base, eager, graph)
 
 
 def _carries(transport: Transport, op: str, dtype: torch.dtype, reduces: bool) -> bool:

@@ -72,6 +72,16 @@ def _calls_table(audits: list[ProcessAudit]) -> Table:
     return table
 
 
+def _carried_lines(audits: list[ProcessAudit]) -> list[str]:
+    """Per group, which backend carried how many calls, of all ranks together."""
+    calls: dict[tuple[str, str], int] = {}
+    for audit in audits:
+        for group in audit.shared_groups:
+            key = (f"{group.name} {list(group.ranks)}", group.backend)
+            calls[key] = calls.get(key, 0) + sum(group.calls.values())
+    return [f"group {name}: {backend} carried {count} calls" for (name, backend), count in sorted(calls.items())]
+
+
 def _explain(server: Server, problems: list[str]) -> str:
     """The problems, and what may have caused them."""
     mentions = [line for line in server.log().splitlines() if "plugin" in line.lower() and "server_args=" not in line]
@@ -101,6 +111,8 @@ def _show(console: Console, server: Server, question: str, audit: Path) -> None:
         console.print()
         if audits:
             console.print(_calls_table(audits))
+            for line in _carried_lines(audits):
+                say(line)
         if problems:
             raise _Inactive(_explain(server, problems))
     say(f"the plugin was active in all {server.world_size} scheduler processes; the server is stopped")

@@ -21,11 +21,12 @@ pytestmark = pytest.mark.e2e
 LIMIT_S = 400.0
 
 
-def _start(folder: Path, **environment: str) -> subprocess.Popen[str]:
+def _start(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
     """The demo with its temporary files in ``folder``, whose name its processes therefore carry."""
     merged = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return subprocess.Popen(
-        [sys.executable, "-m", "sglang_fl.testing.demo"],
+        command or (sys.executable, "-m", "sglang_fl.testing.demo"),
+        cwd=ROOT,
         env={**merged, "TMPDIR": str(folder), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -52,17 +53,11 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
-@pytest.fixture(scope="module")
-def hostcx() -> Path:
-    """FlagCX's interface over host memory, built if it is not there yet."""
-    command = ["make", "-s", "-C", str(ROOT / "csrc/hostcx"), f"OUT={ROOT / 'build/hostcx'}"]
-    subprocess.run(command, check=True, capture_output=True)
-    return ROOT / "build/hostcx"
-
-
-def test_it_answers_and_shows_what_each_process_carried(hostcx: Path, tmp_path: Path) -> None:
-    """Given FLAGCX_PATH, then the demo shows command, question, answer and the calls that flagcx carried, per rank."""
-    demo = _start(tmp_path, FLAGCX_PATH=str(hostcx))
+def test_it_answers_and_shows_what_each_process_carried(tmp_path: Path) -> None:
+    """Given nothing, then ``make demo`` shows command, question, answer and the calls that FlagCX's API over host
+    memory carried, per rank and in sum per group."""
+    hostcx = ROOT / "build/hostcx"
+    demo = _start(tmp_path, "make", "-s", "demo")
     output, _ = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, output
     assert f"FLAGCX_PATH={hostcx}" in output and "-m sglang.launch_server --model-path=" in output
@@ -75,6 +70,8 @@ def test_it_answers_and_shows_what_each_process_carried(hostcx: Path, tmp_path: 
     assert len(carried) == len(rows) > 0, output
     for rank in range(2):
         assert carried[rank, "all_reduce"] == 5 * carried[rank, "all_gather"] > 0
+    total = sum(carried.values())
+    assert f"group tp:0 [0, 1]: flagcx carried {total} calls" in output
     assert "active in all 2 scheduler processes" in output
     assert _processes_of(tmp_path) == []
 
