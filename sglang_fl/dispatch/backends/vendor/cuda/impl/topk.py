@@ -13,6 +13,8 @@ from sglang_fl.dispatch.types import NotSupportedError
 # The gates keep a token in the registers of one warp for so many experts, a power of two; beyond, they go through
 # memory and take every score below -1 for one that was chosen already.
 _MOST_EXPERTS_OF_A_WARP = 512
+# The limits that moe_fused_gate states for itself.
+_LEAST_EXPERTS_OF_A_GROUP = 8
 _MOST_EXPERTS_OF_A_GROUP = 32
 _MOST_GROUPS = 32
 _NO_SOFT_CAP = 0.0
@@ -34,8 +36,8 @@ def topk_cuda(
 
     Raises:
         NotSupportedError: softmax with a bias (the kernel adds it before the softmax) or groups; sigmoid with a bias
-            where experts are no power of two up to 512; groups without bias or renormalization, or with more than
-            32 experts each.
+            where experts are no power of two up to 512; groups without bias or renormalization, or without
+            8 to 32 experts each.
     """
     groups = num_expert_group or 1
     if top_k > router_logits.shape[1]:
@@ -92,11 +94,11 @@ def _check_groups(experts: int, groups: int, scoring_func: str, bias: torch.Tens
         and experts & (experts - 1) == 0
         and experts % groups == 0
         and groups <= _MOST_GROUPS
-        and 1 < experts // groups <= _MOST_EXPERTS_OF_A_GROUP
+        and _LEAST_EXPERTS_OF_A_GROUP <= experts // groups <= _MOST_EXPERTS_OF_A_GROUP
     )
     if not right:
         raise NotSupportedError(
             f"topk: {scoring_func}, {experts} experts in {groups} groups with{'out' if bias is None else ''} a bias, "
             f"renormalize {renormalize}; sgl_kernel's moe_fused_gate is sigmoid with a bias, renormalized, over a "
-            f"power of two of experts, up to {_MOST_EXPERTS_OF_A_GROUP} a group"
+            f"power of two of experts, {_LEAST_EXPERTS_OF_A_GROUP} to {_MOST_EXPERTS_OF_A_GROUP} a group"
         )
