@@ -30,6 +30,7 @@ from sglang_fl.sglang_hooks.registration import Hook
 
 if TYPE_CHECKING:
     from sglang_fl.sglang_hooks.groups import Groups
+    from sglang_fl.sglang_hooks.operators import OperatorLayer
 
 logger = logging.getLogger("sglang_fl")
 
@@ -60,6 +61,7 @@ class Plugin:
     platform: str | None
     layers: list[LayerState] = field(default_factory=list)
     groups: Groups | None = None
+    notices: list[str] = field(default_factory=list)
     reported: bool = False
 
     def report(self) -> None:
@@ -72,12 +74,20 @@ class Plugin:
             logger.info("[sglang_fl] %s", line)
         for warning in (*self.settings.warnings, *_unknown_vendors(self.settings), *_idle_routes(self.settings)):
             logger.warning("[sglang_fl] %s", warning)
+        for warning in _unknown_operators(self.settings):
+            logger.warning("[sglang_fl] %s", warning)
+
+    def notice(self, line: str) -> None:
+        """Add a line to the report, or log it where the report has been made."""
+        self.notices.append(line)
+        if self.reported:
+            logger.info("[sglang_fl] %s", line)
 
     def report_lines(self) -> list[str]:
         """The settings that are not defaults with their sources, and each layer with its reason."""
         versions = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
         lines = [f"{__version__}, Python {python_platform.python_version()}, {versions}; {self.platform_line()}"]
-        lines += [layer.line() for layer in self.layers]
+        lines += [layer.line() for layer in self.layers] + self.notices
         return lines + [self._setting_line(row) for row in self.settings.rows() if row.source.where != "default"]
 
     def _setting_line(self, row: SettingRow) -> str:
@@ -199,6 +209,12 @@ def has_real_sgl_kernel() -> bool:
     return spec is not None and not type(spec.loader).__module__.startswith(STANDIN_PACKAGE)
 
 
+def has_own_kernels(platform: str | None) -> bool:
+    """Whether SGLang's own operators have the vendor's kernels on ``platform``, which is in use."""
+    # Ascend's are in torch_npu, without which the platform would not have been detected.
+    return platform == "ascend" or (platform in ("cuda", "musa") and has_real_sgl_kernel())
+
+
 def installed_versions() -> dict[str, str]:
     """Version of each package that matters, for those that are installed."""
     found = {}
@@ -236,9 +252,10 @@ def _switch_on(plugin: Plugin) -> None:
 
     plugin.layers = [
         LayerState(ATEN_LAYER, False, "this version of sglang_fl has none"),
-        LayerState(OPS_LAYER, False, "this version of sglang_fl has none"),
     ]
     hooks: list[Hook] = [server.report_hook(plugin.report)]
+    operators = _operator_layer(plugin)
+    hooks += operators.hooks
     _check_audit(plugin.settings)
     backend = plugin.settings.system.attention_backend
     if backend is not None:
@@ -248,7 +265,7 @@ def _switch_on(plugin: Plugin) -> None:
     if plugin.platform == "cuda" and not has_real_sgl_kernel():
         # SGLang refuses to start an NVIDIA server without the distribution; the empty install has none.
         os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
-    problems = misfits(hooks)
+    problems = [*misfits(hooks), *operators.misfits]
     if problems:
         raise ConfigurationError(
             f"sglang_fl: the installed SGLang {installed_versions().get('sglang', '')} does not fit: "
@@ -292,9 +309,11 @@ def _wrong(
 
 def _unknown_vendors(settings: Settings) -> list[str]:
     from sglang_fl.comm.discovery import discover_backends
+    from sglang_fl.dispatch import get_manager
 
     known = [name for chip in CHIPS for name in chip.names]
     known += [backend.vendor for backend in discover_backends().backends.values() if backend.vendor]
+    known += get_manager().vendors()
     fields = ("ops.deny_vendors", "ops.allow_vendors")
     return [f"no such vendor is known: {problem}" for name in fields for problem in settings.unknown_names(name, known)]
 
@@ -312,6 +331,34 @@ def _idle_routes(settings: Settings) -> list[str]:
     if settings.comm.mode is CommMode.FASTEST or source.kind not in (SourceKind.ENVIRONMENT, SourceKind.YAML):
         return []
     return [f"comm.routes (from {source.where}) has no effect: the mode is all. SGLANG_FL_COMM_MODE=fastest uses it."]
+
+
+def _unknown_operators(settings: Settings) -> list[str]:
+    from sglang_fl.sglang_hooks.operators import unknown_names
+
+    return unknown_names(settings)
+
+
+def _operator_layer(plugin: Plugin) -> OperatorLayer:
+    from sglang_fl.selection import SelectionError
+    from sglang_fl.sglang_hooks import operators, server
+
+    def refuse(message: str) -> BaseException:
+        # SGLang reads its arguments in the command itself, where a traceback would only hide the message.
+        return SystemExit(message) if server.is_command_or_child() else ConfigurationError(message)
+
+    try:
+        layer = operators.operator_layer(
+            plugin.settings, plugin.platform, has_own_kernels(plugin.platform), plugin.notice, refuse
+        )
+    except SelectionError as error:
+        raise ConfigurationError(
+            f"sglang_fl: {plugin.settings.source('ops.strict').where} is set: {error} SGLANG_FL_STRICT=0 lets the "
+            "next one be used."
+        ) from error
+    plugin.layers.append(LayerState(OPS_LAYER, layer.is_on, layer.reason))
+    plugin.notices += layer.lines
+    return layer
 
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:

@@ -1,0 +1,5 @@
+"""Layer 2 in SGLang: its fused operators run on what the policy selects; the rest keeps SGLang's own methods."""
+
+from sglang_fl.sglang_hooks.operators.layer import OperatorLayer, off_reason, operator_layer, unknown_names
+
+__all__ = ["OperatorLayer", "off_reason", "operator_layer", "unknown_names"]
