@@ -10,8 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -24,13 +23,13 @@ from sglang_fl.dispatch.types import NotSupportedError, OpImpl
 from sglang_fl.testing.operator_cases import MAX_POSITION, Call, Case, case_34, cases, cos_sin_cache
 from sglang_fl.testing.operator_checks import problems
 from sglang_fl.testing.operator_formulas import FORMULAS, NATIVE_ROUNDINGS
+from sglang_fl.testing.operator_sizes import LARGE, Large
 from tests.gpu.operator_implementations import implementations, must_refuse, refused_by_rule, roundings
 
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATIONS = list(implementations())
 ran: Counter[tuple[str, str, str]] = Counter()
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE = 5120, 13824, 40, 8, 128
 REPLAYS = 3
 
 
@@ -94,53 +93,6 @@ def _check(impl: OpImpl, given: Iterator[Case] | tuple[Case, ...], device: str, 
 def test_values(impl: OpImpl) -> None:
     """Given the cases of an operator, when an implementation runs, then results and inputs are as the contract says."""
     _check(impl, cases(impl.op_name), "cuda", "cases right")
-
-
-@dataclass(frozen=True)
-class Large:
-    """The calls of a model of 5120 hidden, 13824 intermediate, 40 and 8 heads of 128, for some tokens."""
-
-    tokens: int
-    dtype: torch.dtype
-
-    def rows(self, width: int) -> torch.Tensor:
-        """Normal numbers [tokens, width], from the CPU: the same on every device."""
-        return torch.randn(self.tokens, width, generator=torch.Generator().manual_seed(5)).to(self.dtype)
-
-    def activation(self, device: torch.device) -> Call:
-        """[tokens, 2 * intermediate]."""
-        return Call(SimpleNamespace(approximate="tanh"), (self.rows(2 * INTERMEDIATE).to(device),))
-
-    def norm(self, device: torch.device) -> Call:
-        """[tokens, hidden] and a residual."""
-        weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6)).to(self.dtype).to(device)
-        obj = SimpleNamespace(weight=weight, variance_epsilon=1e-6)
-        return Call(obj, (self.rows(HIDDEN).to(device), self.rows(HIDDEN).flip(1).to(device)), handed_over=(0, 1))
-
-    def rotary(self, device: torch.device) -> Call:
-        """Query and key as views of one [tokens, (40 + 8 + 8) * 128], in place, as a model has them."""
-        joined = self.rows((HEADS + 2 * KV_HEADS) * HEAD_SIZE).to(device).view(self.tokens, -1, HEAD_SIZE)
-        cache = cos_sin_cache(HEAD_SIZE, torch.float32, device)
-        positions = (torch.arange(self.tokens) * 7 % MAX_POSITION).to(device)
-        obj = SimpleNamespace(cos_sin_cache=cache, head_size=HEAD_SIZE, rotary_dim=HEAD_SIZE, is_neox_style=True)
-        query, key = joined[:, :HEADS], joined[:, HEADS : HEADS + KV_HEADS]
-        return Call(obj, (query, key, *cache.chunk(2, -1), positions), handed_over=(0, 1))
-
-    def gate(self, device: torch.device) -> Call:
-        """Logits of 128 experts, float32: none are equal."""
-        generator = torch.Generator().manual_seed(7)
-        logits = torch.rand(self.tokens, 128, generator=generator).argsort(-1) / 16
-        return Call(SimpleNamespace(), (logits.to(self.dtype).to(device), 8))
-
-
-LARGE: dict[str, Callable[[Large, torch.device], Call]] = {
-    "silu_and_mul": Large.activation,
-    "gelu_and_mul": Large.activation,
-    "rms_norm": Large.norm,
-    "gemma_rms_norm": Large.norm,
-    "rotary_embedding": Large.rotary,
-    "topk": Large.gate,
-}
 
 
 def _large(op_name: str) -> Iterator[Case]:
