@@ -68,13 +68,12 @@ class Call:
     written: tuple[tuple[int, int], ...] = ()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Name, tensor and whether it may be written, of everything that is a tensor."""
+        """Name, tensor and whether it may be written, of everything that is a tensor; the layer's first."""
+        named = [*vars(self.obj).items(), *self.kwargs.items()]
+        yield from ((name, value, False) for name, value in named if isinstance(value, torch.Tensor))
         for position, value in enumerate(self.args):
             if isinstance(value, torch.Tensor):
                 yield f"argument {position + 1}", value, position in self.handed_over
-        for name, value in (*self.kwargs.items(), *vars(self.obj).items()):
-            if isinstance(value, torch.Tensor):
-                yield name, value, False
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def problems(
     allowed = NATIVE_ROUNDINGS[case.op_name] if roundings is None else roundings
     reference = call if where.type == "cpu" else case.build(torch.device("cpu"))
     expected = FORMULAS[case.op_name](reference.obj, *reference.args, roundings=allowed, **reference.kwargs)
-    memories = [_Memory(name, tensor, may_be_written) for name, tensor, may_be_written in call.tensors()]
+    memories = _memories(call)
     layer = {name: id(value) for name, value in vars(call.obj).items()}
 
     results = implementation(call.obj, *call.args, **call.kwargs)
@@ -83,20 +83,32 @@ class _Memory:
         return [] if torch.equal(self.before, after.view(torch.uint8)) else [f"{self.name} was written"]
 
 
+def _memories(call: Call) -> list[_Memory]:
+    # Views of one storage, such as the cache and its cos and sin, are looked at once.
+    found, seen = [], set()
+    for name, tensor, may_be_written in call.tensors():
+        storage = tensor.untyped_storage().data_ptr()
+        if may_be_written or storage not in seen:
+            found.append(_Memory(name, tensor, may_be_written))
+            seen.add(storage)
+    return found
+
+
 def _memory_problems(call: Call, results: Sequence[torch.Tensor]) -> list[str]:
     found = []
     written = dict(call.written)
+    arguments = [(position, value) for position, value in enumerate(call.args) if isinstance(value, torch.Tensor)]
     for number, result in enumerate(results):
         if not result.numel():
             continue
-        for position, argument in enumerate(call.args):
-            if not isinstance(argument, torch.Tensor):
-                continue
-            same = result.untyped_storage().data_ptr() == argument.untyped_storage().data_ptr()
-            if same and position not in call.handed_over:
-                found.append(f"result {number + 1} lies in the memory of argument {position + 1}")
-            if written.get(number) == position and result.data_ptr() != argument.data_ptr():
-                found.append(f"result {number + 1} is not argument {position + 1}, though in place was asked for")
+        memory = result.untyped_storage().data_ptr()
+        same = [position for position, value in arguments if value.untyped_storage().data_ptr() == memory]
+        kept = [position for position in same if position not in call.handed_over]
+        found += [f"result {number + 1} lies in the memory of argument {position + 1}" for position in kept]
+        if not same and not result.is_contiguous():
+            found.append(f"result {number + 1} is not contiguous: strides {result.stride()} of {tuple(result.shape)}")
+        if number in written and result.data_ptr() != call.args[written[number]].data_ptr():
+            found.append(f"result {number + 1} is not argument {written[number] + 1}, though in place was asked for")
     return found
 
 
