@@ -40,7 +40,7 @@ class Explanation:
     def __str__(self) -> str:
         head = [f"{self.op_name} (order: {self.order})"]
         width = max((len(row.impl_id) for row in self.rows), default=0)
-        lines = [f"  {_verdict(row):12}{row.impl_id:{width}}  {row.reason}".rstrip() for row in self.rows]
+        lines = [f"  {_verdict(row):12}{row.impl_id:{width}}  {_indented(row.reason)}".rstrip() for row in self.rows]
         return "\n".join([*head, *lines, *([f"  {self.problem}"] if self.problem else [])])
 
 
@@ -99,6 +99,10 @@ def _open_rules(impl: OpImpl) -> str:
     }
     asked = [rule for rule, is_open in rules.items() if is_open]
     return f"asked at a layer's first call: {'; '.join(asked)}" if asked else ""
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n      ")
 
 
 def _verdict(row: Row) -> str:
