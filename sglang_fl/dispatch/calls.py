@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -54,10 +55,26 @@ class Reports:
         logger.log(level, "[sglang_fl] %s: %s raised %s: %s; %s", op_name, impl_id, kind, error, consequence)
 
 
+@dataclass(frozen=True)
+class Call:
+    """How a binding is called.
+
+    Attributes:
+        fn: the function to call.
+        first: the first implementation alone, for a caller that guards the call itself and saves the guard's time.
+        after: what ``fn`` does when ``first`` raised, given the error and the call's arguments: the result of the next
+            implementation, or the error again.
+    """
+
+    fn: Function
+    first: Function
+    after: Callable[[Exception, Sequence[Any], dict[str, Any]], Any]
+
+
 def make_call(
     op_name: str, impls: Sequence[OpImpl], asking: Sequence[Asking], is_strict: bool, reports: Reports
-) -> Function:
-    """The function to call.
+) -> Call:
+    """The function to call, and its parts.
 
     Args:
         op_name: the operator.
@@ -67,11 +84,12 @@ def make_call(
         reports: where failures are logged.
     """
     functions = [_asking(op_name, impl, when) for impl, when in zip(impls, asking, strict=True)]
+    first = functions[0]
     if is_strict:
-        return _strict(op_name, impls[0], functions[0], reports)
+        return _guarded(first, _strictly(op_name, impls[0], reports))
     if len(functions) == 1:
-        return functions[0]
-    return _falling_through(functions[0], _Chain(op_name, impls, functions, reports))
+        return Call(first, first, _raise_again)
+    return _guarded(first, _Chain(op_name, impls, functions, reports).after)
 
 
 def _asking(op_name: str, impl: OpImpl, when: Asking) -> Function:
@@ -92,31 +110,33 @@ def _asking(op_name: str, impl: OpImpl, when: Asking) -> Function:
     return asking
 
 
-def _strict(op_name: str, impl: OpImpl, function: Function, reports: Reports) -> Function:
-    def strict(*args: Any, **kwargs: Any) -> Any:
+def _guarded(first: Function, after: Callable[[Exception, Sequence[Any], dict[str, Any]], Any]) -> Call:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return first(*args, **kwargs)
         except OwnMethodError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again by what decides on it, or reported there
+            return after(error, args, kwargs)
+
+    return Call(guarded, first, after)
+
+
+def _raise_again(error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise error
+
+
+def _strictly(
+    op_name: str, impl: OpImpl, reports: Reports
+) -> Callable[[Exception, Sequence[Any], dict[str, Any]], Any]:
+    def after(error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(error, OwnMethodError):
             consequence = "strict mode: nothing else is tried"
             _add_note(error, f"{op_name}: raised by {impl.impl_id}; {consequence}")
             reports.log(logging.ERROR, op_name, impl.impl_id, error, consequence)
-            raise
+        raise error
 
-    return strict
-
-
-def _falling_through(first: Function, chain: _Chain) -> Function:
-    def falling_through(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return first(*args, **kwargs)
-        except Exception as error:
-            if not chain.may_go_on(0, error, args, kwargs):
-                raise
-            return chain.go_on([error], args, kwargs)
-
-    return falling_through
+    return after
 
 
 class _Chain:
@@ -127,6 +147,12 @@ class _Chain:
         self._ids = [impl.impl_id for impl in impls]
         self._functions = functions
         self._reports = reports
+
+    def after(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What follows on ``error`` of the first implementation."""
+        if not self.may_go_on(0, error, args, kwargs):
+            raise error
+        return self.go_on([error], args, kwargs)
 
     def may_go_on(self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the inputs are surely as they were and somebody is left; otherwise the error gets a note."""

@@ -14,7 +14,7 @@ import torch
 from sglang_fl.config import closest
 from sglang_fl.dispatch import policy as policies
 from sglang_fl.dispatch.builtin_ops import BrokenBackend, register_all
-from sglang_fl.dispatch.calls import Asking, Reports, make_call
+from sglang_fl.dispatch.calls import Asking, Call, Reports, make_call
 from sglang_fl.dispatch.policy import RESOLVED, SelectionPolicy
 from sglang_fl.dispatch.registry import KNOWN_OPERATORS, OpRegistry, as_op_impl
 from sglang_fl.dispatch.rules import has_open_rule, refusal
@@ -41,12 +41,17 @@ class Bound:
     Attributes:
         impl: the implementation that was chosen.
         selection: why; every other candidate with its reason.
-        fn: what to call, with the operator's standard arguments.
+        call: what to call, with the operator's standard arguments, and its parts.
     """
 
     impl: OpImpl
     selection: Selection
-    fn: Callable[..., Any]
+    call: Call
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function to call with the operator's standard arguments."""
+        return self.call.fn
 
 
 class OpManager:
@@ -143,7 +148,7 @@ class OpManager:
     def resolve(self, op_name: str) -> Callable[..., Any]:
         """The function for calls of ``op_name`` with any layer, under :meth:`policy`. Errors as :meth:`select`."""
         order = self.policy()
-        return self._call(op_name, _usable(self.select(op_name, policy=order)), order, None, None)
+        return self._call(op_name, _usable(self.select(op_name, policy=order)), order, None, None).fn
 
     def candidates(
         self,
@@ -171,7 +176,7 @@ class OpManager:
 
     def _call(
         self, op_name: str, impls: list[OpImpl], order: SelectionPolicy, obj: Any, dtype: torch.dtype | None
-    ) -> Callable[..., Any]:
+    ) -> Call:
         open_rules = Asking.EVERY_CALL if obj is None else Asking.FIRST_CALL
         asking = [open_rules if has_open_rule(impl, obj, dtype) else Asking.NEVER for impl in impls]
         return make_call(op_name, impls, asking, order.strict, self._reports)
