@@ -10,6 +10,7 @@ from functools import partial
 from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.memory import memory_in_use
 from sglang_fl.comm.routes import routed
 from sglang_fl.comm.types import Backend, GroupContext, Transport
 from sglang_fl.selection import (
@@ -217,8 +218,10 @@ def create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpor
     """
     transport: Transport | None = None
     problem = ""
+    before = memory_in_use(context.device)
     try:
         transport = backend.create(context)
+        transport.extra_bytes = max(0, memory_in_use(context.device) - before)
     except AgreementError:
         raise  # a rank is missing: no other backend would find it, and the next step would blame those that left
     except CommError as error:

@@ -82,6 +82,7 @@ class TimedTransport(Transport):
     def __init__(self, inner: Transport, group: str, clock: HookClock) -> None:
         self.inner = inner
         self.name = inner.name
+        self.extra_bytes = inner.extra_bytes
         self.capabilities = inner.capabilities
         self._group = group
         self._clock = clock

@@ -130,17 +130,26 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             )
         self._device.close()
 
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that creating the group's transports took where its tensors live, bytes.
+
+        0 for a group that shares a communicator; other processes' use of an accelerator at that moment counts as well.
+        """
+        return self._device.extra_bytes
+
     def exceptions(self) -> dict[str, str]:
         """Operations that another transport than the agreed one carries, with that one's name."""
         return self._device.exceptions()
 
     def status(self) -> Mapping[str, Any]:
-        """Name, ranks, backend, routes by size in words, bytes held for sends, and calls by method, for reports."""
+        """For reports: name, ranks, backend, routes by size in words, bytes taken and held for sends, calls by method."""
         return {
             "group": self.name,
             "ranks": list(self.ranks),
             "backend": self.backend,
             "routes": list(self.routes),
+            "extra_bytes": self.extra_bytes,
             "send_bytes_held": self._sends.held_bytes,
             "calls": dict(self.counts),
         }

@@ -16,6 +16,7 @@ class RoutedTransport(Transport):
         """``fallback`` carries what ``primary`` does not offer."""
         self.name = primary.name
         self._transports = (primary, fallback)
+        self.extra_bytes = primary.extra_bytes
         offered = primary.capabilities.operations
         self.carriers = {op: (primary if op in offered else fallback) for op in Operation}
         self.capabilities = Capabilities(

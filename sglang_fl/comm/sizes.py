@@ -84,6 +84,7 @@ class SizedTransport(Transport):
         self.capabilities: Capabilities = base.capabilities
         self._base = base
         self._transports = (base, *others)
+        self.extra_bytes = sum(transport.extra_bytes for transport in self._transports)
         unrouted = Table(base)
         self._of_all_reduce = tables.get(Operation.ALL_REDUCE, unrouted).finder(is_capturing)
         self._of_all_gather = tables.get(Operation.ALL_GATHER, unrouted).finder(is_capturing)

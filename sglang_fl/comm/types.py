@@ -153,6 +153,8 @@ class Transport(ABC):
 
     name: str
     capabilities: Capabilities
+    # Memory that creating it took where the group's tensors live, bytes; set by who created it.
+    extra_bytes: int = 0
 
     def restrict(self, operations: frozenset[Operation]) -> None:
         """Offer no more than ``operations``: what a peer lacks cannot be used here either."""

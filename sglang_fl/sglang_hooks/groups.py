@@ -17,6 +17,7 @@ from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.ledger import Ledger
+from sglang_fl.comm.memory import in_words
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.sizes import add_routes
 from sglang_fl.comm.types import GroupContext, Transport
@@ -48,11 +49,23 @@ class GroupRecord:
     def status(self) -> dict[str, Any]:
         """For the audit: the group, what carries it, and calls by method."""
         calls = {} if self.communicator is None else dict(self.communicator.counts)
-        return {"group": self.name, "ranks": list(self.ranks), "backend": self.choice, "calls": calls}
+        taken = 0 if self.communicator is None else self.communicator.extra_bytes
+        return {
+            "group": self.name,
+            "ranks": list(self.ranks),
+            "backend": self.choice,
+            "extra_bytes": taken,
+            "calls": calls,
+        }
 
     def line(self) -> str:
         """One line for the report."""
-        return f"group {self.name} ranks {list(self.ranks)}: {'; '.join((self.choice, *self.routes, *self.reasons))}"
+        return f"group {self.name} ranks {list(self.ranks)}: {'; '.join(self._words())}"
+
+    def _words(self) -> tuple[str, ...]:
+        size = 0 if self.communicator is None else self.communicator.extra_bytes
+        taken = (f"{in_words(size)} of memory taken",) if size else ()
+        return (self.choice, *taken, *self.routes, *self.reasons)
 
 
 @dataclass

@@ -36,6 +36,8 @@ def _body(context: RankContext) -> None:
     for round_ in range(1, 4):
         for communicator in (world, tp, apart):
             assert communicator.all_reduce(torch.full((round_,), 1.0)).tolist() == [2.0] * round_
+    taken = [communicator.status()["extra_bytes"] for communicator in (world, tp, apart)]
+    assert 0 <= taken[1] < taken[0] // 2 and 0 < taken[2] < 2**20, taken
     inner = _inner(world)
     world.destroy()
     world.destroy()
@@ -52,5 +54,6 @@ def _body(context: RankContext) -> None:
 
 
 def test_groups_of_the_same_ranks_share_a_communicator(hostcx: Path) -> None:
-    """Given groups of the same ranks, when made, used and destroyed in turn, then one communicator serves them."""
+    """Given groups of the same ranks, when made, used and destroyed in turn, then one communicator
+    serves them, and the group that made it reports the memory that it took."""
     run_ranks(_body, 2, env={"SGLANG_FL_DIST_BACKEND": "flagcx", "FLAGCX_PATH": str(hostcx)})
