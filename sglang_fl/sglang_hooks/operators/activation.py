@@ -6,38 +6,30 @@ from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import Bridge, Method, OwnMethodError
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method
 
 APPROXIMATIONS = ("tanh", "none")
 
 
-class _ActivationAndMul(Bridge):
-    __slots__ = ()
+def _make(connection: Connection) -> Method:
+    layer, first, own, recover = connection.layer, connection.first, connection.own, connection.recover
 
-    def __call__(self, x: torch.Tensor) -> Any:
-        """x: [..., 2 d]; the result is [..., d]."""
+    def forward(x: torch.Tensor) -> Any:
         try:
-            return self.fn(self.layer, x)
-        except OwnMethodError:
-            return self.own(x)
+            return first(layer, x)
+        except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
+            result = recover(error, (layer, x))
+            return own(x) if result is OWN else result
+
+    return forward
 
 
-class SiluAndMulBridge(_ActivationAndMul):
-    """``SiluAndMul``. With an RL target SGLang's constructor sets forward_native after the dispatch, which stands."""
+def _gelu_obstacle(layer: Any, subject: Any, own: Method) -> str:
+    if layer.approximate in APPROXIMATIONS:
+        return ""
+    return f"approximate is {layer.approximate!r}, the operator has {' and '.join(APPROXIMATIONS)}"
 
-    __slots__ = ()
-    op_name = "silu_and_mul"
 
-
-class GeluAndMulBridge(_ActivationAndMul):
-    """``GeluAndMul`` in both forms."""
-
-    __slots__ = ()
-    op_name = "gelu_and_mul"
-
-    @classmethod
-    def obstacle(cls, layer: Any, subject: Any, own: Method) -> str:
-        """The standard signature knows two forms of GELU."""
-        if layer.approximate in APPROXIMATIONS:
-            return ""
-        return f"approximate is {layer.approximate!r}, the operator has {' and '.join(APPROXIMATIONS)}"
+# With an RL target SGLang's constructor of SiluAndMul puts forward_native in the place of the dispatch, which stands.
+SILU_AND_MUL = Bridge("silu_and_mul", ("x",), _make)
+GELU_AND_MUL = Bridge("gelu_and_mul", ("x",), _make, _gelu_obstacle)

@@ -12,7 +12,7 @@ import torch
 
 from sglang_fl.dispatch import OpImpl, dispatch_log, get_manager
 from sglang_fl.selection import Selection
-from sglang_fl.sglang_hooks.operators.bridge import Forward, Method
+from sglang_fl.sglang_hooks.operators.bridge import Connection, Method, forward_of
 from sglang_fl.sglang_hooks.operators.own_method import is_own_method, own_method
 from sglang_fl.sglang_hooks.operators.table import Bridged
 
@@ -61,7 +61,9 @@ class Binder:
         )
         dispatch_log.write(name, bound.impl)
         self._report(name, describe(row.op_name, bound.impl, bound.selection))
-        return own if is_own_method(bound.impl) else bridge(layer, subject, bound.fn, own)
+        if is_own_method(bound.impl):
+            return own
+        return forward_of(layer, bridge.make(Connection(layer, subject, bound, own)))
 
     def _report(self, name: str, line: str) -> None:
         """Log what a class got, once per class and outcome; INFO on rank 0, DEBUG on the others."""
@@ -72,33 +74,29 @@ class Binder:
         logger.log(logging.INFO if _rank() == 0 else logging.DEBUG, "[sglang_fl] %s: %s", name, line)
 
 
-class FirstCall(Forward):
+def first_call(layer: Any, row: Bridged, own: Method, binder: Binder) -> Method:
     """Stands in a layer's ``_forward_method`` until its first call, which decides and puts the decision there.
 
     Not earlier: SGLang dispatches in the base class's constructor, before the layer has its attributes.
     """
+    bound: Method | None = None
 
-    __slots__ = ("_binder", "_bound", "_own", "_row")
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal bound
+        if bound is None:
+            bound = binder.bind(row, layer, own, args, kwargs)
+            _replace(layer, first, bound)
+        return bound(*args, **kwargs)
 
-    def __init__(self, layer: Any, row: Bridged, own: Method, binder: Binder) -> None:
-        super().__init__(layer)
-        self._row = row
-        self._own = own
-        self._binder = binder
-        self._bound: Method | None = None
+    first = forward_of(layer, forward)
+    return first
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Bind, and make the call."""
-        if self._bound is None:
-            self._bound = self._binder.bind(self._row, self.layer, self._own, args, kwargs)
-            self._replace(self._bound)
-        return self._bound(*args, **kwargs)
 
-    def _replace(self, bound: Method) -> None:
-        # While SGLang compiles a layer it keeps the method that it will put back in the second attribute.
-        for name in ("_forward_method", "_original_forward_method"):
-            if vars(self.layer).get(name) is self:
-                setattr(self.layer, name, bound)
+def _replace(layer: Any, first: Method, bound: Method) -> None:
+    # While SGLang compiles a layer it keeps the method that it will put back in the second attribute.
+    for name in ("_forward_method", "_original_forward_method"):
+        if vars(layer).get(name) is first:
+            setattr(layer, name, bound)
 
 
 def describe(op_name: str, impl: OpImpl, selection: Selection) -> str:

@@ -16,6 +16,7 @@ from sglang_fl.sglang_hooks.operators.own_method import is_own_method
 from sglang_fl.sglang_hooks.registration import Hook
 
 _FLA = "sglang.srt.layers.attention.fla"
+NOT_OFFERED = "gated delta rule: SGLang's own functions, no backend offers others"
 Function = Callable[..., Any]
 
 
@@ -126,24 +127,24 @@ FUNCTIONS: dict[str, tuple[str, Callable[[Function], Function]]] = {
 
 
 def hooks(binder: Binder) -> tuple[list[Hook], list[str]]:
-    """The hooks on functions for which another implementation than SGLang's is chosen, and a line for each function.
+    """The hooks on functions for which another implementation than SGLang's is chosen, and lines for the report.
 
     A function without a hook is SGLang's untouched.
     """
     found: list[Hook] = []
-    lines = []
-    for name, (module, make) in FUNCTIONS.items():
+    offered = [name for name in FUNCTIONS if get_manager().registry.implementations(name)]
+    lines = [] if offered else [NOT_OFFERED]
+    for name in offered:
         fn, line = _choose(name, binder)
         lines.append(line)
         if fn is not None:
+            module, make = FUNCTIONS[name]
             found.append(Hook(f"{module}.{name}", make(fn)))
     return found, lines
 
 
 def _choose(name: str, binder: Binder) -> tuple[Function | None, str]:
     manager = get_manager()
-    if not manager.registry.implementations(name):
-        return None, f"{name}: SGLang's own function: no backend offers another"
     try:
         bound = manager.bind(name, None, extra=binder.candidates(name))
     except SelectionError as error:

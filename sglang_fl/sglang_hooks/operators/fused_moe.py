@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import Bridge, Method, OwnMethodError
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Obstacle, first_of
 
 # The methods of SGLang that hand routed_scaling_factor to the runner; with the others the model multiplies itself.
 _RUNS_RUNNER = frozenset({"forward_cuda", "forward_hip", "forward_musa", "forward_xpu"})
@@ -74,7 +74,7 @@ def _batch_invariance(method: Any, layer: Any, own: Method) -> str:
     return "batch-invariant mode" if is_batch_invariant_mode_enabled() else ""
 
 
-OBSTACLES: tuple[Callable[[Any, Any, Method], str], ...] = (
+OBSTACLES: tuple[Obstacle, ...] = (
     _runner,
     _layout,
     _activation,
@@ -84,74 +84,62 @@ OBSTACLES: tuple[Callable[[Any, Any, Method], str], ...] = (
 )
 
 
-class FusedMoEBridge(Bridge):
-    """``UnquantizedFusedMoEMethod``, which belongs to one FusedMoE layer: the implementation's ``obj``."""
+def _obstacle(layer: Any, subject: Any, own: Method) -> str:
+    return first_of(OBSTACLES, layer, subject, own)
 
-    __slots__ = ("_combine_input", "_dispatch_output", "_experts", "_options", "_parameters", "_topk_output")
-    op_name = "fused_moe"
 
-    def __init__(self, layer: Any, subject: Any, fn: Method, own: Method) -> None:
-        super().__init__(layer, subject, fn, own)
-        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
-        from sglang.srt.layers.moe.topk import StandardTopKOutput
+def _experts(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The FusedMoE layer, SGLang's first argument; ``layer`` is only its method."""
+    return kwargs["layer"] if "layer" in kwargs else args[0]
 
-        self._experts = subject
-        # Looked up in every call: a weight update may replace the parameters.
-        self._parameters = subject._parameters
-        config = layer.moe_runner_config
-        self._options = {
-            "activation": config.activation,
-            "apply_router_weight_on_input": config.apply_router_weight_on_input,
-            "routed_scaling_factor": config.routed_scaling_factor if own.__name__ in _RUNS_RUNNER else None,
-        }
-        self._dispatch_output = StandardDispatchOutput
-        self._topk_output = StandardTopKOutput
-        self._combine_input = StandardCombineInput
 
-    @classmethod
-    def subject(cls, layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The FusedMoE layer, SGLang's first argument."""
-        return kwargs["layer"] if "layer" in kwargs else args[0]
+def _hidden_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    dispatched = kwargs["dispatch_output"] if "dispatch_output" in kwargs else args[-1]
+    dtype: torch.dtype = dispatched.hidden_states.dtype
+    return dtype
 
-    @classmethod
-    def input_dtype(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-        """That of the hidden states in SGLang's second argument."""
-        dispatched = kwargs["dispatch_output"] if "dispatch_output" in kwargs else args[1]
-        dtype: torch.dtype = dispatched.hidden_states.dtype
-        return dtype
 
-    @classmethod
-    def obstacle(cls, layer: Any, subject: Any, own: Method) -> str:
-        """The first of :data:`OBSTACLES` that applies."""
-        reasons = (check(layer, subject, own) for check in OBSTACLES)
-        return next(filter(None, reasons), "")
+def _make(connection: Connection) -> Method:
+    """The result is SGLang's StandardCombineInput."""
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    def __call__(self, layer: Any, dispatch_output: Any) -> Any:
-        """dispatch_output: SGLang's StandardDispatchOutput; the result is its StandardCombineInput."""
-        if not self._is_standard(layer, dispatch_output):
-            return self.own(layer, dispatch_output)
-        weights, ids, _ = dispatch_output.topk_output
-        parameters = self._parameters
-        try:
-            output = self.fn(
-                layer,
-                dispatch_output.hidden_states,
-                parameters["w13_weight"],
-                parameters["w2_weight"],
-                weights,
-                ids,
-                w13_bias=parameters.get("w13_weight_bias"),
-                w2_bias=parameters.get("w2_weight_bias"),
-                **self._options,
-            )
-        except OwnMethodError:
-            return self.own(layer, dispatch_output)
-        return self._combine_input(hidden_states=output)
+    experts, first, own, recover = connection.subject, connection.first, connection.own, connection.recover
+    # Looked up in every call: a weight update may replace the parameters.
+    parameters = experts._parameters
+    config = connection.layer.moe_runner_config
+    options = {
+        "activation": config.activation,
+        "apply_router_weight_on_input": config.apply_router_weight_on_input,
+        "routed_scaling_factor": config.routed_scaling_factor if own.__name__ in _RUNS_RUNNER else None,
+    }
 
-    def _is_standard(self, layer: Any, dispatch_output: Any) -> bool:
+    def is_standard(layer: Any, dispatch_output: Any) -> bool:
         return (
-            layer is self._experts
-            and type(dispatch_output) is self._dispatch_output
+            layer is experts
+            and type(dispatch_output) is StandardDispatchOutput
             and dispatch_output.hidden_states_scale is None
-            and type(dispatch_output.topk_output) is self._topk_output
+            and type(dispatch_output.topk_output) is StandardTopKOutput
         )
+
+    def forward(layer: Any, dispatch_output: Any) -> Any:
+        if not is_standard(layer, dispatch_output):
+            return own(layer, dispatch_output)
+        weights, ids, _ = dispatch_output.topk_output
+        w13, w2 = parameters["w13_weight"], parameters["w2_weight"]
+        arguments = (layer, dispatch_output.hidden_states, w13, w2, weights, ids)
+        biases = {"w13_bias": parameters.get("w13_weight_bias"), "w2_bias": parameters.get("w2_weight_bias")}
+        named = {**options, **biases}
+        try:
+            output = first(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
+            output = recover(error, arguments, named)
+            if output is OWN:
+                return own(layer, dispatch_output)
+        return StandardCombineInput(hidden_states=output)
+
+    return forward
+
+
+# The method belongs to one FusedMoE layer.
+FUSED_MOE = Bridge("fused_moe", ("layer", "dispatch_output"), _make, _obstacle, _experts, _hidden_dtype)

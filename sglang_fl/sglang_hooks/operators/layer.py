@@ -10,7 +10,7 @@ from sglang_fl.config import Settings
 from sglang_fl.dispatch import SelectionPolicy, configure, get_manager
 from sglang_fl.selection import SelectionError
 from sglang_fl.sglang_hooks.operators import delta_rule, piecewise
-from sglang_fl.sglang_hooks.operators.binding import Binder, FirstCall
+from sglang_fl.sglang_hooks.operators.binding import Binder, first_call
 from sglang_fl.sglang_hooks.operators.bridge import Method
 from sglang_fl.sglang_hooks.operators.lists import ClassLists, unknown_class_names
 from sglang_fl.sglang_hooks.operators.table import BASE_CLASS, Bridged, misfits
@@ -91,7 +91,7 @@ def dispatch_hook(lists: ClassLists, binder: Binder) -> Hook:
         if cls not in rows:
             rows[cls] = lists.bridge_of(cls)
         row = rows[cls]
-        return own if row is None else FirstCall(self, row, own, binder)
+        return own if row is None else first_call(self, row, own, binder)
 
     return Hook(f"{BASE_CLASS}.dispatch_forward", dispatch_forward)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from sglang_fl.sglang_hooks.operators.activation import GeluAndMulBridge, SiluAndMulBridge
+from sglang_fl.sglang_hooks.operators.activation import GELU_AND_MUL, SILU_AND_MUL
 from sglang_fl.sglang_hooks.operators.bridge import Bridge
-from sglang_fl.sglang_hooks.operators.fused_moe import FusedMoEBridge
-from sglang_fl.sglang_hooks.operators.normalization import GemmaRMSNormBridge, RMSNormBridge
-from sglang_fl.sglang_hooks.operators.rotary import MRotaryEmbeddingBridge, RotaryEmbeddingBridge
-from sglang_fl.sglang_hooks.operators.topk import TopKBridge
+from sglang_fl.sglang_hooks.operators.fused_moe import FUSED_MOE
+from sglang_fl.sglang_hooks.operators.normalization import GEMMA_RMS_NORM, RMS_NORM
+from sglang_fl.sglang_hooks.operators.rotary import MROTARY_EMBEDDING, ROTARY_EMBEDDING
+from sglang_fl.sglang_hooks.operators.topk import TOPK
 
 _LAYERS = "sglang.srt.layers"
 BASE_CLASS = f"{_LAYERS}.utils.multi_platform.MultiPlatformOp"
@@ -31,7 +31,7 @@ class Bridged:
 
     module: str
     name: str
-    bridge: type[Bridge]
+    bridge: Bridge
     variants: tuple[str, ...] = ()
 
     @property
@@ -41,14 +41,14 @@ class Bridged:
 
 
 TABLE = (
-    Bridged(f"{_LAYERS}.activation", "SiluAndMul", SiluAndMulBridge),
-    Bridged(f"{_LAYERS}.activation", "GeluAndMul", GeluAndMulBridge),
-    Bridged(f"{_LAYERS}.layernorm", "RMSNorm", RMSNormBridge),
-    Bridged(f"{_LAYERS}.layernorm", "GemmaRMSNorm", GemmaRMSNormBridge),
+    Bridged(f"{_LAYERS}.activation", "SiluAndMul", SILU_AND_MUL),
+    Bridged(f"{_LAYERS}.activation", "GeluAndMul", GELU_AND_MUL),
+    Bridged(f"{_LAYERS}.layernorm", "RMSNorm", RMS_NORM),
+    Bridged(f"{_LAYERS}.layernorm", "GemmaRMSNorm", GEMMA_RMS_NORM),
     Bridged(
         f"{_LAYERS}.rotary_embedding.base",
         "RotaryEmbedding",
-        RotaryEmbeddingBridge,
+        ROTARY_EMBEDDING,
         (
             "LinearScalingRotaryEmbedding",
             "YaRNScalingRotaryEmbedding",
@@ -62,11 +62,11 @@ TABLE = (
     Bridged(
         f"{_LAYERS}.rotary_embedding.mrope",
         "MRotaryEmbedding",
-        MRotaryEmbeddingBridge,
+        MROTARY_EMBEDDING,
         ("YaRNScalingMRotaryEmbedding",),
     ),
-    Bridged(f"{_LAYERS}.moe.topk", "TopK", TopKBridge),
-    Bridged(f"{_LAYERS}.quantization.unquant", "UnquantizedFusedMoEMethod", FusedMoEBridge),
+    Bridged(f"{_LAYERS}.moe.topk", "TopK", TOPK),
+    Bridged(f"{_LAYERS}.quantization.unquant", "UnquantizedFusedMoEMethod", FUSED_MOE),
 )
 _BY_CLASS = {(row.module, row.name): row for row in TABLE}
 
@@ -107,10 +107,10 @@ def _misfits(row: Bridged) -> Iterator[str]:
     if target is None:
         yield f"{row.module}.{row.name} does not exist in the installed SGLang"
         return
-    wanted = _parameters(row.bridge.__call__)
+    wanted = list(row.bridge.parameters)
     # Of the platforms' methods the two that every class has; the others are called with the same arguments.
     for name in ("forward_native", "forward_cuda"):
-        found = _parameters(getattr(target, name))
+        found = parameters_of(getattr(target, name))[1:]
         if found != wanted:
             yield (
                 f"{row.module}.{row.name}.{name} has the parameters ({', '.join(found)}), "
@@ -118,7 +118,9 @@ def _misfits(row: Bridged) -> Iterator[str]:
             )
 
 
-def _parameters(function: object) -> list[str]:
-    assert callable(function)
-    parameters = list(inspect.signature(function, follow_wrapped=True).parameters.values())[1:]
-    return [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+def parameters_of(function: Callable[..., object]) -> list[str]:
+    """The parameters as Python writes them, without annotations; ``*`` stands before those that are keywords only."""
+    signature = inspect.signature(function, follow_wrapped=True)
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return text.removeprefix("(").removesuffix(")").split(", ") if plain else []

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import Bridge, Method, OwnMethodError
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, first_of
 
 SCORING_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -78,76 +78,65 @@ OBSTACLES: tuple[Callable[[Any], str], ...] = (
 )
 
 
-class TopKBridge(Bridge):
-    """``TopK`` with the standard output format.
+def _obstacle(layer: Any, subject: Any, own: Method) -> str:
+    return first_of(OBSTACLES, layer.topk_config)
+
+
+def _logits_dtype(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """hidden_states are not read."""
+    logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+    dtype: torch.dtype = logits.dtype
+    return dtype
+
+
+def _make(connection: Connection) -> Method:
+    """The result is SGLang's StandardTopKOutput.
 
     SGLang's own functions record the choice for its capturers and mask padded tokens. Where they do not mask, which
     is everywhere but on CUDA devices, padded calls are SGLang's own method's, and so are those with a map from logical
     to physical experts.
     """
+    from sglang.srt.layers.moe import topk
 
-    __slots__ = ("_config", "_masks_padding", "_options", "_output", "_post_process", "_recorder", "_top_k")
-    op_name = "topk"
+    layer, first, own, recover = connection.layer, connection.first, connection.own, connection.recover
+    config = layer.topk_config
+    top_k, options = config.top_k, standard_options(config)
+    masks_padding: bool = topk._is_cuda
 
-    def __init__(self, layer: Any, subject: Any, fn: Method, own: Method) -> None:
-        super().__init__(layer, subject, fn, own)
-        from sglang.srt.layers.moe import topk
-
-        config = layer.topk_config
-        self._config = config
-        self._top_k: int = config.top_k
-        self._options = standard_options(config)
-        self._masks_padding: bool = topk._is_cuda
-        self._post_process = topk._post_process_topk_ids
-        self._recorder = topk.get_global_expert_distribution_recorder
-        self._output = topk.StandardTopKOutput
-
-    @classmethod
-    def obstacle(cls, layer: Any, subject: Any, own: Method) -> str:
-        """The first of :data:`OBSTACLES` that applies."""
-        reasons = (check(layer.topk_config) for check in OBSTACLES)
-        return next(filter(None, reasons), "")
-
-    @classmethod
-    def input_dtype(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-        """That of the router's logits; hidden_states are not read."""
-        logits = kwargs.get("router_logits", args[1] if len(args) > 1 else None)
-        return None if logits is None else logits.dtype
-
-    def __call__(
-        self,
+    def forward(
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
         *,
         num_token_non_padded: torch.Tensor | None = None,
         expert_location_dispatch_info: Any = None,
     ) -> Any:
-        """router_logits: [tokens, experts]; the result is SGLang's StandardTopKOutput."""
-        is_padded = num_token_non_padded is not None and not self._masks_padding
+        around = {
+            "num_token_non_padded": num_token_non_padded,
+            "expert_location_dispatch_info": expert_location_dispatch_info,
+        }
+        is_padded = num_token_non_padded is not None and not masks_padding
         if is_padded or expert_location_dispatch_info is not None:
-            return self._run_own(hidden_states, router_logits, num_token_non_padded, expert_location_dispatch_info)
-        config = self._config
+            return own(hidden_states, router_logits, **around)
+        named = {"correction_bias": config.correction_bias, **options}
         try:
-            weights, ids = self.fn(
-                self.layer, router_logits, self._top_k, correction_bias=config.correction_bias, **self._options
-            )
-        except OwnMethodError:
-            return self._run_own(hidden_states, router_logits, num_token_non_padded, None)
-        ids, weights = self._post_process(
+            chosen = first(layer, router_logits, top_k, **named)
+        except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
+            chosen = recover(error, (layer, router_logits, top_k), named)
+            if chosen is OWN:
+                return own(hidden_states, router_logits, **around)
+        weights, ids = chosen
+        ids, weights = topk._post_process_topk_ids(
             topk_ids=ids,
             topk_weights=weights,
             topk_config=config,
             router_logits=router_logits,
-            layer_id=self.layer.layer_id,
-            num_token_non_padded=num_token_non_padded,
+            layer_id=layer.layer_id,
+            **around,
         )
-        self._recorder().on_select_experts(topk_ids=ids)
-        return self._output(weights, ids, router_logits)
+        topk.get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids)
+        return topk.StandardTopKOutput(weights, ids, router_logits)
 
-    def _run_own(self, hidden_states: Any, router_logits: Any, padding: Any, location: Any) -> Any:
-        return self.own(
-            hidden_states, router_logits, num_token_non_padded=padding, expert_location_dispatch_info=location
-        )
+    return forward
 
 
 def standard_options(config: Any) -> dict[str, Any]:
@@ -166,3 +155,18 @@ def standard_options(config: Any) -> dict[str, Any]:
         "topk_group": config.topk_group if config.use_grouped_topk else None,
         "routed_scaling_factor": factor,
     }
+
+
+TOPK = Bridge(
+    "topk",
+    (
+        "hidden_states",
+        "router_logits",
+        "*",
+        "num_token_non_padded=None",
+        "expert_location_dispatch_info=None",
+    ),
+    _make,
+    _obstacle,
+    input_dtype=_logits_dtype,
+)
