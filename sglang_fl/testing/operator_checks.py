@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fl.testing.operator_cases import Call, Case
 from sglang_fl.testing.operator_formulas import FORMULAS, NATIVE_ROUNDINGS, Expected, unit_roundoff
@@ -48,6 +49,36 @@ def problems(
     for one, result in zip(expected, results, strict=True):
         found += _result_problems(one, result)
     return [f"{case}: {line}" for line in found]
+
+
+class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    # Notes every PyTorch operation that fills memory of its own with at least so many elements.
+    def __init__(self, elements: int, known: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = elements
+        self.known = known
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple | list) else (result,):
+            is_large = isinstance(one, torch.Tensor) and one.numel() >= self.elements
+            if is_large and one.untyped_storage().data_ptr() not in self.known:
+                self.found.append(f"{func} made a tensor {tuple(one.shape)} {one.dtype}")
+        return result
+
+
+def whole_cache_problems(case: Case, implementation: Callable[..., Any], device: str = "cpu") -> list[str]:
+    """Which PyTorch operations of a rotary implementation copied or converted the cache as a whole, or half of it.
+
+    Kernels that are not PyTorch's are not seen here; what they write, :func:`problems` sees.
+    """
+    call = case.build(torch.device(device))
+    cache = call.obj.cos_sin_cache
+    known = {tensor.untyped_storage().data_ptr() for _, tensor, _ in call.tensors()}
+    with _Sizes(cache.numel() // 2, known) as sizes:
+        implementation(call.obj, *call.args, **call.kwargs)
+    return [f"{case}: {line}; the cache is {tuple(cache.shape)}" for line in sizes.found]
 
 
 @dataclass

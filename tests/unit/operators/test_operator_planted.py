@@ -10,7 +10,7 @@ import torch
 
 from sglang_fl.dispatch.registry import KNOWN_OPERATORS
 from sglang_fl.testing.operator_cases import Case, cases, cos_sin_cache
-from sglang_fl.testing.operator_checks import problems
+from sglang_fl.testing.operator_checks import problems, whole_cache_problems
 from tests.unit.operators.available import REFERENCE
 
 Results = list[torch.Tensor]
@@ -101,6 +101,16 @@ def test_a_written_or_replaced_cache_is_seen(op_name: str) -> None:
 
     assert "cos_sin_cache was written" in " ".join(written)
     assert "obj.cos_sin_cache was replaced" in " ".join(replaced)
+
+
+def test_a_converted_cache_is_seen() -> None:
+    def convert(obj: Any, query: Any, key: Any, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        cos = cos.to(torch.float16)
+        return REFERENCE["rotary_embedding"].fn(obj, query, key, cos, sin, *rest, **kwargs)
+
+    found = whole_cache_problems(some("rotary_embedding"), convert)
+
+    assert "_to_copy.default made a tensor (30016, 32) torch.float16; the cache is (30016, 64)" in found[0]
 
 
 def test_memory_written_between_the_rows_of_a_strided_query_is_seen() -> None:

@@ -9,7 +9,7 @@ from sglang_fl.dispatch.backends.reference.reference import ReferenceBackend
 from sglang_fl.dispatch.registry import KNOWN_OPERATORS
 from sglang_fl.dispatch.types import NotSupportedError, OpImpl
 from sglang_fl.testing.operator_cases import DTYPES, HEAD_SIZES, TOKENS, Case, Layout, case_34, cases
-from sglang_fl.testing.operator_checks import problems
+from sglang_fl.testing.operator_checks import problems, whole_cache_problems
 from tests.unit.operators.available import AVAILABLE, REFERENCE, device_of
 
 RUNS = [(impl, case) for impl in AVAILABLE if impl.op_name in KNOWN_OPERATORS for case in cases(impl.op_name)]
@@ -47,6 +47,33 @@ def test_the_rotary_cases_cover_head_sizes_whole_and_in_part() -> None:
 @pytest.mark.parametrize(("impl", "case"), RUNS, ids=[f"{impl.impl_id} {case}" for impl, case in RUNS])
 def test_results_inputs_and_cache(impl: OpImpl, case: Case) -> None:
     assert problems(case, impl.fn, device_of(impl)) == []
+
+
+ROTARY = [(impl, case) for impl, case in RUNS if "rotary" in impl.op_name and case.tokens == 7]
+
+
+@pytest.mark.parametrize(
+    "impl", [*of("rotary_embedding"), *of("mrotary_embedding")], ids=lambda impl: str(impl.op_name)
+)
+def test_the_cache_is_neither_copied_nor_converted_as_a_whole(impl: OpImpl) -> None:
+    found = [whole_cache_problems(case, impl.fn, device_of(impl)) for other, case in ROTARY if other is impl]
+
+    assert found
+    assert not any(found)
+
+
+@pytest.mark.parametrize("op_name", ["rms_norm", "gemma_rms_norm"])
+def test_the_reference_norms_leave_even_what_they_may_reuse(op_name: str) -> None:
+    # Given inputs that the contract hands over
+    for case in (case for case in cases(op_name) if "residual" in case.label and case.tokens):
+        call = case.build(torch.device("cpu"))
+        before = [value.clone() for value in call.args]
+
+        # When the reference computes
+        REFERENCE[op_name].fn(call.obj, *call.args)
+
+        # Then they are as they were
+        assert all(torch.equal(one, other) for one, other in zip(before, call.args, strict=True))
 
 
 @pytest.mark.parametrize("impl", of("rotary_embedding"), ids=lambda impl: impl.impl_id)
