@@ -1,0 +1,1 @@
+"""A stand-in for the dispatch package of vllm-plugin-FL."""
