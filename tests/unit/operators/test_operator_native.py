@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
 from types import SimpleNamespace
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_fl.dispatch.types import OpImpl
 from sglang_fl.testing.operator_cases import DTYPES, FAR_POSITION, HEAD_SIZES, MULTIMODAL_FORMS, TOKENS, MultimodalForm
-from tests.unit.operators.available import AVAILABLE, device_of
+from tests.unit.operators.available import AVAILABLE, REFERENCE, device_of
 
 MAX_POSITION = FAR_POSITION + 1
 Results = tuple[torch.Tensor, ...]
@@ -325,3 +326,104 @@ def test_fused_moe(impl: OpImpl, dtype: torch.dtype, tokens: int, activation: st
         w13_bias=layer.w13_weight_bias,
         w2_bias=layer.w2_weight_bias,
     )
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """How many operations one call takes."""
+    with Operations() as operations:
+        function(*args, **kwargs)
+    return operations.count
+
+
+def activation_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """SGLang's call and ours, on the same input."""
+    from sglang.srt.layers import activation
+
+    layer, x = getattr(activation, class_name)(), normal(7, 128, dtype=dtype)
+    yield (layer.forward_native, x), (layer, x), {}
+
+
+def norm_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Without and with residual."""
+    from sglang.srt.layers import layernorm
+
+    layer, x = getattr(layernorm, class_name)(128).to(dtype), normal(7, 128, dtype=dtype)
+    yield (layer.forward_native, x), (layer, x), {}
+    yield (layer.forward_native, x, x.clone()), (layer, x, x.clone()), {}
+
+
+def rotary_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Both kinds of pairs, whole and partial heads, in and out of place."""
+    for neox, rotary_dim, inplace in product((True, False), (64, 32), (True, False)):
+        layer = rotary_layer(64, rotary_dim, neox, torch.float32)
+        query, key, positions = normal(7, 256, dtype=dtype), normal(7, 128, dtype=dtype), positions_of(7)
+        heads = (x.view(7, -1, 64)[..., :rotary_dim] for x in (query, key))
+        ours = (layer, *heads, *layer.cos_sin_cache.chunk(2, -1), positions, not neox, inplace)
+        yield (layer.forward_native, positions, query, key), ours, {}
+
+
+def mrotary_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Sections and interleaved axes, positions of three axes and plain ones."""
+    for form, shape in product(MULTIMODAL_FORMS[:2], ((3, 7), (7,))):
+        layer = multimodal_layer(form, dtype)
+        query, key = normal(7, 512, dtype=dtype), normal(7, 256, dtype=dtype)
+        yield (layer.forward_native, positions_of(*shape), query, key), (layer, positions_of(*shape), query, key), {}
+
+
+def topk_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """SGLang's three native functions, without what TopK does around them."""
+    from sglang.srt.layers.moe import topk
+
+    x, bias = normal(7, 64), normal(64)
+    groups = {"num_expert_group": 4, "topk_group": 2}
+    yield (topk.fused_topk_torch_native, x, x, 8, True), (None, x, 8), {}
+    yield (topk.grouped_topk_gpu, x, x, 8, True, 4, 2), (None, x, 8), groups
+    with_bias = {"scoring_func": "sigmoid", "correction_bias": bias}
+    yield (topk.fused_topk_torch_native, x, x, 8, True, bias, "sigmoid"), (None, x, 8), with_bias
+    yield (topk.biased_grouped_topk_impl, x, x, bias, 8, True, 4, 2), (None, x, 8), {**groups, **with_bias}
+
+
+def moe_calls(class_name: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """With few and with many tokens."""
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+
+    w13, w2 = normal(8, 64, 32, dtype=dtype), normal(8, 32, 32, dtype=dtype)
+    layer = SimpleNamespace(num_experts=8, w13_weight=w13, w2_weight=w2)
+    for tokens in (1, 64):
+        x = normal(tokens, 32, dtype=dtype)
+        weights, ids = normal(tokens, 8).softmax(-1).topk(2, -1)
+        native = (moe_forward_native, layer, x, (weights, ids, None), MoeRunnerConfig(activation="silu"))
+        yield native, (layer, x, w13, w2, weights, ids), {}
+
+
+PAIRS: dict[str, tuple[Callable[..., Iterator[tuple[Any, ...]]], str]] = {
+    "silu_and_mul": (activation_calls, "SiluAndMul"),
+    "gelu_and_mul": (activation_calls, "GeluAndMul"),
+    "rms_norm": (norm_calls, "RMSNorm"),
+    "gemma_rms_norm": (norm_calls, "GemmaRMSNorm"),
+    "rotary_embedding": (rotary_calls, "RotaryEmbedding"),
+    "mrotary_embedding": (mrotary_calls, "MRotaryEmbedding"),
+    "topk": (topk_calls, "TopK"),
+    "fused_moe": (moe_calls, "FusedMoE"),
+}
+
+
+@each("op_name", list(REFERENCE))
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_takes_no_more_operations_than_the_native_method(op_name: str, dtype: torch.dtype) -> None:
+    # Given the same call for both (PyTorch's overhead per operation is what small calls cost on a CPU)
+    calls, class_name = PAIRS[op_name]
+    for native, ours, options in calls(class_name, dtype):
+        # Then ours takes as many operations at most
+        assert operations_of(REFERENCE[op_name].fn, *ours, **options) <= operations_of(*native)
