@@ -21,6 +21,13 @@ KNOWN_OPERATORS: tuple[str, ...] = tuple(
 )
 """The operators whose standard signatures are in :class:`FLBackendBase`, in its order."""
 
+FUNCTION_OPERATORS: tuple[str, ...] = (
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule_packed_decode",
+)
+"""Functions of SGLang that an implementation of the same name and parameters replaces; they have no layer."""
+
 _FIELDS = tuple(field.name for field in fields(OpImpl))
 _REQUIRED = ("op_name", "impl_id", "kind", "fn")
 
@@ -79,7 +86,8 @@ class OpRegistry:
 
     def warnings(self) -> tuple[str, ...]:
         """A line for each implementation whose operator has no standard signature: it can be called by name only."""
-        unknown = (impl for impl in self.all_implementations() if impl.op_name not in KNOWN_OPERATORS)
+        known = {*KNOWN_OPERATORS, *FUNCTION_OPERATORS}
+        unknown = (impl for impl in self.all_implementations() if impl.op_name not in known)
         return tuple(_unknown_operator(impl) for impl in unknown)
 
     def on_change(self, listener: Callable[[], None]) -> None:
@@ -163,9 +171,10 @@ def _place(fn: Callable[..., Any]) -> str:
 
 
 def _unknown_operator(impl: OpImpl) -> str:
-    suggestion = closest(impl.op_name, KNOWN_OPERATORS)
+    known = (*KNOWN_OPERATORS, *FUNCTION_OPERATORS)
+    suggestion = closest(impl.op_name, known)
     meant = f" Did you mean {suggestion}?" if suggestion else ""
     return (
         f"{impl.impl_id} registers the operator {impl.op_name!r}, which sglang_fl does not know; only "
-        f"call_op({impl.op_name!r}, ...) reaches it.{meant} Known: {', '.join(KNOWN_OPERATORS)}."
+        f"call_op({impl.op_name!r}, ...) reaches it.{meant} Known: {', '.join(known)}."
     )

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_fl.dispatch.registry import KNOWN_OPERATORS, OpRegistry, RegistrationError, as_op_impl
+from sglang_fl.dispatch.registry import FUNCTION_OPERATORS, KNOWN_OPERATORS, OpRegistry, RegistrationError, as_op_impl
 from sglang_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
+from sglang_fl.sglang_hooks.operators import delta_rule
 
 
 def do_nothing(obj: Any, x: Any) -> Any:
@@ -110,6 +111,14 @@ def test_an_unknown_operator_is_kept_with_a_warning() -> None:
     (warning,) = registry.warnings()
     assert "vendor.acme registers the operator 'silu_and_mull', which sglang_fl does not know" in warning
     assert "Did you mean silu_and_mul?" in warning
+
+
+def test_the_functions_that_sglang_calls_by_name_are_known() -> None:
+    """Given the functions that SGLang's own are replaced with, when registered, then without a warning."""
+    registry = OpRegistry()
+    registry.register_many([replace(VENDOR, op_name=name) for name in FUNCTION_OPERATORS])
+    assert registry.warnings() == ()
+    assert set(FUNCTION_OPERATORS) == set(delta_rule.FUNCTIONS)
 
 
 def test_the_priorities_are_those_of_the_public_plugin() -> None:
