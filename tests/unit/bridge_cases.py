@@ -99,6 +99,15 @@ def settings(**variables: str) -> Settings:
     return load_settings(variables, platform="cpu")
 
 
+@functools.cache
+def _own_dispatch() -> Function:
+    """SGLang's own method, first asked for while nothing is hooked: one test's layer may lie within another's."""
+    from sglang.srt.layers.utils.multi_platform import MultiPlatformOp
+
+    dispatch: Function = MultiPlatformOp.dispatch_forward
+    return dispatch
+
+
 @contextmanager
 def layer2(
     policy: SelectionPolicy | None = None,
@@ -124,7 +133,7 @@ def layer2(
     binder = Binder(platform, has_kernels)
     manager = OpManager(registry, policy or SelectionPolicy(prefer="vendor"))
     hook = dispatch_hook(lists or ClassLists(), binder)
-    own = MultiPlatformOp.dispatch_forward
+    own = _own_dispatch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MultiPlatformOp, "dispatch_forward", lambda self: hook.function(own, self))
         set_manager(manager)

@@ -14,6 +14,10 @@ _RUNS_RUNNER = frozenset({"forward_cuda", "forward_hip", "forward_musa", "forwar
 _WEIGHTS = ("w13_weight", "w2_weight")
 
 
+def _runs_runner(own: Method) -> bool:
+    return getattr(own, "__name__", "") in _RUNS_RUNNER
+
+
 def _runner(method: Any, layer: Any, own: Method) -> str:
     if method.use_triton_kernels or method.use_flashinfer_cutlass or method.use_flashinfer_trtllm_moe:
         return "the experts run on triton_kernels or FlashInfer"
@@ -48,7 +52,7 @@ def _activation(method: Any, layer: Any, own: Method) -> str:
     if config.activation == "silu":
         return ""
     # SGLang's Triton runner takes the exact form of GELU, its native method, as the operator, the tanh form.
-    if config.activation == "gelu" and own.__name__ not in _RUNS_RUNNER:
+    if config.activation == "gelu" and not _runs_runner(own):
         return ""
     return f"the activation is {config.activation!r} in the form of SGLang's runner"
 
@@ -111,7 +115,7 @@ def _make(connection: Connection) -> Method:
     options = {
         "activation": config.activation,
         "apply_router_weight_on_input": config.apply_router_weight_on_input,
-        "routed_scaling_factor": config.routed_scaling_factor if own.__name__ in _RUNS_RUNNER else None,
+        "routed_scaling_factor": config.routed_scaling_factor if _runs_runner(own) else None,
     }
 
     def is_standard(layer: Any, dispatch_output: Any) -> bool:
