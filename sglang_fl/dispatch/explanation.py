@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from sglang_fl.dispatch.manager import OpManager, UnknownOperatorError, get_manager
@@ -53,18 +54,21 @@ def explain(op_name: str) -> str:
     return str(explanation(op_name))
 
 
-def explanation(op_name: str, manager: OpManager | None = None) -> Explanation:
-    """The same as data, for ``manager`` or this process's. Rules that ask a layer are left open and say so."""
+def explanation(op_name: str, manager: OpManager | None = None, extra: Sequence[OpImpl] = ()) -> Explanation:
+    """The same as data, for ``manager`` or this process's, and with further implementations where there are some.
+
+    Rules that ask a layer are left open and say so.
+    """
     manager = manager or get_manager()
     policy = manager.policy()
-    candidates = manager.candidates(op_name, policy=policy)
+    candidates = manager.candidates(op_name, policy=policy, extra=extra)
     order = ", ".join(policy.for_selection().tokens(op_name)) + ("; strict" if policy.strict else "")
     try:
         selection = select(op_name, candidates, replace(policy, strict=False).for_selection())
     except SelectionError:
         rows = tuple(Row(each.impl_id, False, _reason(each, op_name, policy)) for each in candidates)
         return Explanation(op_name, order, rows, f"nothing can be used: the first call of {op_name} will fail")
-    problem = _strict_problem(op_name, manager, policy)
+    problem = _strict_problem(op_name, manager, policy, extra)
     return Explanation(op_name, order, _rows(selection, is_forbidden=bool(problem)), problem)
 
 
@@ -81,11 +85,11 @@ def _reason(candidate: Candidate, op_name: str, policy: SelectionPolicy) -> str:
     return rules.refusal(candidate) or candidate.probe().reason or f"not named by the order {named}"
 
 
-def _strict_problem(op_name: str, manager: OpManager, policy: SelectionPolicy) -> str:
+def _strict_problem(op_name: str, manager: OpManager, policy: SelectionPolicy, extra: Sequence[OpImpl]) -> str:
     if not policy.strict:
         return ""
     try:
-        manager.select(op_name, policy=policy)
+        manager.select(op_name, policy=policy, extra=extra)
     except SelectionError as error:
         return str(error).splitlines()[0]
     return ""

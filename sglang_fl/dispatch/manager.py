@@ -16,7 +16,7 @@ from sglang_fl.dispatch import policy as policies
 from sglang_fl.dispatch.builtin_ops import BrokenBackend, register_all
 from sglang_fl.dispatch.calls import Asking, Call, Reports, make_call
 from sglang_fl.dispatch.policy import RESOLVED, SelectionPolicy
-from sglang_fl.dispatch.registry import KNOWN_OPERATORS, OpRegistry, as_op_impl
+from sglang_fl.dispatch.registry import FUNCTION_OPERATORS, KNOWN_OPERATORS, OpRegistry, as_op_impl
 from sglang_fl.dispatch.rules import has_open_rule, refusal
 from sglang_fl.dispatch.types import OpImpl
 from sglang_fl.selection import Availability, Candidate, Kind, Selection, SelectionError, select
@@ -166,7 +166,7 @@ class OpManager:
         """
         order = self.policy() if policy is None else policy
         impls = [*self.registry.implementations(op_name), *map(as_op_impl, extra)]
-        if not impls and op_name not in KNOWN_OPERATORS:
+        if not impls and op_name not in (*KNOWN_OPERATORS, *FUNCTION_OPERATORS):
             raise UnknownOperatorError(self._unknown(op_name))
         candidates = [_candidate(impl, obj, dtype) for impl in impls]
         if op_name in KNOWN_OPERATORS:

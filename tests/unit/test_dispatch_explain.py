@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from sglang_fl import plugin
 from sglang_fl.cli.explain import command
 from sglang_fl.config import load_settings
 from sglang_fl.dispatch import SelectionPolicy, UnknownOperatorError, configure, explain, policy, set_manager
@@ -124,6 +125,20 @@ def test_the_command_gives_the_same_as_json() -> None:
         ("vendor.nvidia", False),
         ("reference", False),
     ]
+
+
+def test_on_a_platform_with_kernels_sglangs_own_method_is_a_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given NVIDIA with a real sgl_kernel (made up: there is none here), then SGLang's own method stands behind the
+    vendor's backend, by a name of its own, and for a misspelled operator nothing does."""
+    monkeypatch.setattr(plugin, "has_own_kernels", lambda platform: platform == "cuda")
+    configure(load_settings({"SGLANG_FL_PLATFORM": "cuda"}))
+    set_manager(manager_of(*IMPLEMENTATIONS, policy=SelectionPolicy(per_op_order={"silu_and_mul": ("vendor:cuda",)})))
+    lines = CliRunner().invoke(command, ["silu_and_mul"]).output.splitlines()
+    assert lines[1].split() == ["chosen", "vendor.nvidia"]
+    assert lines[2] == ("  passed over vendor.nvidia (SGLang's own method)  available, but vendor.nvidia comes first")
+    wrong = CliRunner().invoke(command, ["silu_and_mull"])
+    assert wrong.exit_code == 2
+    assert "Did you mean silu_and_mul?" in wrong.output
 
 
 def test_the_command_line_itself(tmp_path: Path) -> None:
