@@ -83,46 +83,46 @@ def whole_cache_problems(case: Case, implementation: Callable[..., Any], device:
 
 @dataclass
 class _Memory:
-    # A tensor's whole storage, before and after: what lies between its rows counts too.
-    name: str
-    tensor: torch.Tensor
-    may_be_written: bool
+    # A whole storage, before and after: what lies between a tensor's rows counts too. Views of one storage, such as
+    # the cache with its cos and sin, or query and key of one projection, are looked at together.
+    names: list[str]
+    tensors: list[torch.Tensor]
+    writable: list[torch.Tensor]
 
     def __post_init__(self) -> None:
-        self.address = self.tensor.data_ptr()
-        self.before = self._bytes()
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.before = self._flat().clone()
 
     def _flat(self) -> torch.Tensor:
-        whole = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
-        return self.tensor.detach().as_strided((whole,), (1,), 0)
-
-    def _bytes(self) -> torch.Tensor:
-        return self._flat().clone().view(torch.uint8)
+        tensor = self.tensors[0]
+        whole = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((whole,), (1,), 0)
 
     def problems(self) -> list[str]:
         """What the call did to it that it may not."""
-        if self.tensor.data_ptr() != self.address:
-            return [f"{self.name} got another storage"]
+        named = " and ".join(self.names)
+        if [tensor.data_ptr() for tensor in self.tensors] != self.addresses:
+            return [f"{named} got another storage"]
         after = self._flat()
-        if self.may_be_written:
-            # As it was, with what may have been written put in its place.
-            should = self.before.clone().view(self.tensor.dtype)
-            view = (self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
+        # As it was, with what may have been written put in its place.
+        should = self.before.clone()
+        for tensor in self.writable:
+            view = (tensor.shape, tensor.stride(), tensor.storage_offset())
             should.as_strided(*view).copy_(after.as_strided(*view))
-            same = torch.equal(should.view(torch.uint8), after.view(torch.uint8))
-            return [] if same else [f"memory around {self.name} was written"]
-        return [] if torch.equal(self.before, after.view(torch.uint8)) else [f"{self.name} was written"]
+        if torch.equal(should.view(torch.uint8), after.view(torch.uint8)):
+            return []
+        return [f"memory around {named} was written" if self.writable else f"{named} was written"]
 
 
 def _memories(call: Call) -> list[_Memory]:
-    # Views of one storage, such as the cache and its cos and sin, are looked at once.
-    found, seen = [], set()
+    found: dict[int, tuple[list[str], list[torch.Tensor], list[torch.Tensor]]] = {}
     for name, tensor, may_be_written in call.tensors():
-        storage = tensor.untyped_storage().data_ptr()
-        if may_be_written or storage not in seen:
-            found.append(_Memory(name, tensor, may_be_written))
-            seen.add(storage)
-    return found
+        names, tensors, writable = found.setdefault(tensor.untyped_storage().data_ptr(), ([], [], []))
+        names.append(name)
+        tensors.append(tensor)
+        if may_be_written:
+            writable.append(tensor)
+    return [_Memory(*parts) for parts in found.values()]
 
 
 def _memory_problems(call: Call, results: Sequence[torch.Tensor]) -> list[str]:
