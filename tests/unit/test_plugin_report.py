@@ -34,9 +34,9 @@ def configured() -> str:
 
 
 def test_every_layer_is_on_or_off_with_its_reason(configured: str) -> None:
-    """Given a CPU, when the plugin loads, then layers 1 and 2 are off with a reason and layer 3 says what it uses."""
+    """Given a CPU, when the plugin loads, then layer 1 is off with a reason and layers 2 and 3 say what they use."""
     assert "layer 1, ATen operators: off: " in configured
-    assert "layer 2, fused operators: off: " in configured
+    assert "layer 2, fused operators: on: order flagos, vendor, reference (from default); without RMSNorm" in configured
     assert (
         "layer 3, communication: on: torch (from cpu.yaml), mode fastest, for which comm.routes has no route here: as mode all"
         in configured
@@ -46,7 +46,7 @@ def test_every_layer_is_on_or_off_with_its_reason(configured: str) -> None:
 def test_a_setting_without_effect_says_so(configured: str) -> None:
     """Given settings of layers that are off, when reported, then they are said to have no effect, others are not."""
     lines = {line.split(" = ")[0]: line for line in configured.splitlines() if line.startswith("setting ")}
-    assert lines["setting ops.blacklist"].endswith("no effect, layer 2, fused operators is off")
+    assert lines["setting ops.blacklist"].endswith("(from SGLANG_FL_OOT_BLACKLIST)")
     assert lines["setting aten.blacklist"].endswith("no effect, layer 1, ATen operators is off")
     assert lines["setting ops.deny_vendors"].endswith("(from SGLANG_FL_DENY_VENDORS)")
 
