@@ -35,13 +35,17 @@ class Large:
         return Call(obj, (self.rows(HIDDEN).to(device), self.rows(HIDDEN).flip(1).to(device)), handed_over=(0, 1))
 
     def rotary(self, device: torch.device) -> Call:
-        """Query and key as views of one [tokens, (40 + 8 + 8) * 128], in place, as a model has them."""
-        joined = self.rows((HEADS + 2 * KV_HEADS) * HEAD_SIZE).to(device).view(self.tokens, -1, HEAD_SIZE)
+        """Query and key in place, each a view of rows as wide as query, key and value together."""
+        width = HEADS + 2 * KV_HEADS
+        query, key = (self.rows(width * HEAD_SIZE).to(device).view(self.tokens, width, HEAD_SIZE) for _ in range(2))
         cache = cos_sin_cache(HEAD_SIZE, torch.float32, device)
         positions = (torch.arange(self.tokens) * 7 % MAX_POSITION).to(device)
         obj = SimpleNamespace(cos_sin_cache=cache, head_size=HEAD_SIZE, rotary_dim=HEAD_SIZE, is_neox_style=True)
-        query, key = joined[:, :HEADS], joined[:, HEADS : HEADS + KV_HEADS]
-        return Call(obj, (query, key, *cache.chunk(2, -1), positions), handed_over=(0, 1))
+        return Call(
+            obj,
+            (query[:, :HEADS], key[:, HEADS : HEADS + KV_HEADS], *cache.chunk(2, -1), positions),
+            handed_over=(0, 1),
+        )
 
     def gate(self, device: torch.device) -> Call:
         """Logits of 128 experts, float32: none are equal."""

@@ -44,6 +44,7 @@ SCHEMAS = (
     "-> Tensor[]",
 )
 _VECTOR_BYTES = 16
+_NORM_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class WrongCallError(ValueError):
@@ -85,6 +86,7 @@ def _norm(offset: int) -> Callable[..., None]:
         step_bytes = input.stride(0) * input.element_size() if input.shape[0] > 1 else 0
         _require(input.is_contiguous() or step_bytes % _VECTOR_BYTES == 0, "rows that are not aligned")
         _require(input.dtype == output.dtype == weight.dtype, "the weight is read in the input's dtype")
+        _require(input.dtype in _NORM_DTYPES, "sgl_kernel's norms are not compiled for float32")
         wide = input.float()
         scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         output.copy_(wide * scale * (weight.float() + offset))
@@ -93,17 +95,15 @@ def _norm(offset: int) -> Callable[..., None]:
 
 
 def _add_norm(offset: int) -> Callable[..., None]:
-    norm = _norm(offset)
-
     def kernel(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool) -> None:
         _contiguous(input, residual)
         _require(input.dim() == residual.dim() == 2, "input and residual have two dimensions")
         _require(input.dtype == residual.dtype == weight.dtype, "input, residual and weight differ in dtype")
         total = input.float() + residual.float()
-        normed = torch.empty_like(total)
-        norm(normed, total, weight.float(), eps, pdl)
+        _require(input.dtype in _NORM_DTYPES, "sgl_kernel's norms are not compiled for float32")
+        scale = torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps)
         residual.copy_(total)
-        input.copy_(normed)
+        input.copy_(total * scale * (weight.float() + offset))
 
     return kernel
 

@@ -21,8 +21,9 @@ NOT_OFFERED |= {(cuda.IMPL_ID, name) for name in cuda.NOT_OFFERED}
 Refuses = Callable[[Case], bool]
 REFUSES: dict[tuple[str, str], Refuses] = {
     ("flagos", "topk"): lambda case: case.label.startswith("groups, ") and "bias" not in case.label,
-    ("vendor.nvidia", "rms_norm"): lambda case: case.label == "float32 weight",
-    ("vendor.nvidia", "gemma_rms_norm"): lambda case: case.label == "float32 weight",
+    ("vendor.nvidia", "gelu_and_mul"): lambda case: case.dtype is torch.float32,
+    ("vendor.nvidia", "rms_norm"): lambda case: case.dtype is torch.float32 or case.label == "float32 weight",
+    ("vendor.nvidia", "gemma_rms_norm"): lambda case: case.dtype is torch.float32 or case.label == "float32 weight",
     ("vendor.nvidia", "rotary_embedding"): lambda case: case.dtype is not torch.float32,
     ("vendor.nvidia", "topk"): lambda case: (
         case.label.startswith(("softmax and bias", "sigmoid and bias, 60"))

@@ -21,6 +21,7 @@ VENDOR = "nvidia"
 # it: strict mode allows only the first.
 BEHIND_SGLANG = 80
 DTYPES = frozenset({"bfloat16", "float16", "float32"})
+SIXTEEN_BITS = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Offer:
 
 OFFERED: dict[str, Offer] = {
     "silu_and_mul": Offer(),
-    "gelu_and_mul": Offer(supports=supports_gelu),
-    "rms_norm": Offer(supports=supports_norm),
-    "gemma_rms_norm": Offer(supports=supports_norm),
+    "gelu_and_mul": Offer(SIXTEEN_BITS, supports_gelu),
+    "rms_norm": Offer(SIXTEEN_BITS, supports_norm),
+    "gemma_rms_norm": Offer(SIXTEEN_BITS, supports_norm),
     "rotary_embedding": Offer(dtypes=rotary.DTYPES, priority=BEHIND_SGLANG),
     "topk": Offer(),
 }

@@ -10,6 +10,9 @@ from sglang_fl.dispatch.backends.vendor.cuda.impl.shapes import ALIGNMENT_BYTES,
 from sglang_fl.dispatch.backends.vendor.cuda.kernels import kernels
 from sglang_fl.dispatch.types import NotSupportedError
 
+# On Hopper sgl_kernel is compiled with fast math: its tanh was 5e-5 off, relative, on an H200.
+GELU_DTYPES = (torch.bfloat16, torch.float16)
+
 
 def silu_and_mul_cuda(obj: Any, x: torch.Tensor) -> torch.Tensor:
     """``silu(x[..., :d]) * x[..., d:]``.
@@ -24,9 +27,12 @@ def gelu_and_mul_cuda(obj: Any, x: torch.Tensor) -> torch.Tensor:
     """``gelu(x[..., :d]) * x[..., d:]`` in the form that ``obj.approximate`` says.
 
     Raises:
-        NotSupportedError: half a row is no multiple of 16 bytes, or approximate is neither tanh nor none.
+        NotSupportedError: half a row is no multiple of 16 bytes, another dtype than bfloat16 and float16, or
+            approximate is neither tanh nor none.
     """
     approximate = obj.approximate
+    if x.dtype not in GELU_DTYPES:
+        raise NotSupportedError(f"gelu_and_mul: {x.dtype}; sgl_kernel's tanh is exact to sixteen bits only")
     if approximate == "tanh":
         return _gated(kernels.gelu_tanh_and_mul, x)
     if approximate == "none":

@@ -11,12 +11,15 @@ from sglang_fl.dispatch.backends.vendor.cuda.kernels import kernels
 from sglang_fl.dispatch.ops import Normed
 from sglang_fl.dispatch.types import NotSupportedError
 
+# What sgl_kernel's norms are compiled for.
+DTYPES = (torch.bfloat16, torch.float16)
+
 
 def rms_norm_cuda(obj: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
     """The norm of x, or with ``residual`` the pair (norm of the sum, sum), written into contiguous x and residual.
 
     Raises:
-        NotSupportedError: weight, x and residual have different dtypes.
+        NotSupportedError: weight, x and residual have different dtypes, or another than bfloat16 and float16.
     """
     if residual is None:
         return _norm(kernels.rmsnorm, x, obj.weight, obj.variance_epsilon)
@@ -63,7 +66,7 @@ def _add_norm(
 
 
 def _check_dtypes(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if x.dtype != weight.dtype:
+    if x.dtype != weight.dtype or x.dtype not in DTYPES:
         raise NotSupportedError(
-            f"rms_norm: input {x.dtype}, weight {weight.dtype}; sgl_kernel takes one dtype for both"
+            f"rms_norm: input {x.dtype}, weight {weight.dtype}; sgl_kernel takes bfloat16 or float16, one for both"
         )
