@@ -12,7 +12,6 @@ import pytest
 from sglang_fl.testing.interpreted_flag_gems import OPERATORS
 
 # Until flag_gems is installed where the unit tests run.
-pytestmark = pytest.mark.gpu
 
 _LIMIT_S = 300.0
 _LEAST_CASES = 20
