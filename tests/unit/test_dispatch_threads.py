@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -122,6 +123,7 @@ def test_the_process_has_one_manager_whoever_asks_first(monkeypatch: pytest.Monk
 
     def make() -> OpManager:
         made.append(OpManager(OpRegistry()))
+        time.sleep(0.05)  # as long as backends take to register, so that the others come meanwhile
         return made[-1]
 
     monkeypatch.setattr(manager, "OpManager", make)
