@@ -11,8 +11,6 @@ import pytest
 
 from sglang_fl.testing.interpreted_flag_gems import OPERATORS
 
-# Until flag_gems is installed where the unit tests run.
-
 _LIMIT_S = 300.0
 _LEAST_CASES = 20
 
