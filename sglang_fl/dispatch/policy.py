@@ -42,12 +42,12 @@ class SelectionPolicy:
     allow_vendors: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        orders = {op: tuple(_canonical_token(str(token)) for token in order) for op, order in self.per_op_order.items()}
+        orders = {op: tuple(_canonical_token(token) for token in order) for op, order in self.per_op_order.items()}
         empty = [op for op, order in orders.items() if not order]
         if empty:
             raise ValueError(f"per_op_order of {', '.join(empty)} is empty; name at least one of flagos, vendor, ...")
         values: dict[str, object] = {
-            "prefer": Kind(str(self.prefer)).value,
+            "prefer": Kind(_text(self.prefer)).value,
             "per_op_order": MappingProxyType(orders),
             "deny_vendors": _canonical_vendors(self.deny_vendors),
             "allow_vendors": None if self.allow_vendors is None else _canonical_vendors(self.allow_vendors),
@@ -78,7 +78,13 @@ class SelectionPolicy:
         )
 
 
-def _canonical_token(token: str) -> str:
+def _text(word: str) -> str:
+    """The text of a word that may be the member of an enumeration, whose str() differs with Python's version."""
+    return str(getattr(word, "value", word))
+
+
+def _canonical_token(word: str) -> str:
+    token = _text(word)
     if not token.startswith(_VENDOR_TOKEN):
         return token
     return f"{_VENDOR_TOKEN}{canonical_vendor(token.removeprefix(_VENDOR_TOKEN))}"

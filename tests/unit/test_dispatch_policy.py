@@ -6,11 +6,13 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Iterator
+from enum import Enum
 
 import pytest
 
-from sglang_fl.config import load_settings
+from sglang_fl.config import BackendKind, load_settings
 from sglang_fl.dispatch import (
+    BackendImplKind,
     NotSupportedError,
     SelectionPolicy,
     call_op,
@@ -21,7 +23,7 @@ from sglang_fl.dispatch import (
     resolve_op,
     set_manager,
 )
-from sglang_fl.selection import SelectionError
+from sglang_fl.selection import Kind, SelectionError
 from tests.unit.dispatch_cases import Counted, manager_of, raised
 
 REFERENCE_FIRST = SelectionPolicy(prefer="reference")
@@ -88,6 +90,15 @@ def test_a_policy_by_hand_knows_the_aliases(name: str) -> None:
     denied = SelectionPolicy(per_op_order={"silu_and_mul": ("vendor:nvidia",)}, deny_vendors=frozenset({name}))
     with pytest.raises(SelectionError, match=r"^No available implementation.*\n.*vendor nvidia is denied"):
         chosen(denied, *EVERYTHING)
+
+
+@pytest.mark.parametrize("kinds", [Kind, BackendKind, BackendImplKind])
+def test_a_kind_may_be_a_member_of_an_enumeration(kinds: type[Enum]) -> None:
+    """Given kinds as any of the enumerations that have them, then the policy is that of their words."""
+    member = kinds("vendor")
+    assert SelectionPolicy(prefer=member) == SelectionPolicy(prefer="vendor")
+    by_member = SelectionPolicy(per_op_order={"rms_norm": (member,)})
+    assert by_member == SelectionPolicy(per_op_order={"rms_norm": ("vendor",)})
 
 
 def test_an_implementation_can_be_named_by_its_id() -> None:
