@@ -180,6 +180,9 @@ class _Chain:
             if isinstance(error, NotSupportedError):
                 raise NotSupportedError(self._nobody(errors)) from error
             raise
+        finally:
+            # The errors have this frame in their tracebacks: without this they would keep the inputs alive, in a cycle.
+            del errors
 
     def _nobody(self, errors: Sequence[Exception]) -> str:
         said = (f"  {impl_id}: {error}" for impl_id, error in zip(self._ids, errors, strict=True))

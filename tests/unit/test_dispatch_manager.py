@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from sglang_fl.dispatch import (
+    BackendImplKind,
     NotSupportedError,
+    OpImpl,
     OpManager,
     OpRegistry,
     OwnMethodError,
@@ -284,6 +288,32 @@ def test_a_third_implementation_gets_what_the_second_refused() -> None:
     first, second, third = Counted("flagos", REFUSAL), Counted("vendor.acme", FAILURE), Counted("reference")
     assert manager_of(first, second, third).bind("silu_and_mul", LAYER).fn(LAYER, X) == "reference"
     assert [len(each.calls) for each in (first, second, third)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("refusing", [1, 2, 3])
+def test_a_call_that_went_on_holds_on_to_nothing(refusing: int) -> None:
+    """Given implementations that refuse, when the call is done, then its input is free at once: no cycle of errors and
+    frames keeps device memory until Python collects garbage."""
+
+    def refuse(obj: Any, x: torch.Tensor) -> str:
+        raise NotSupportedError(f"not {x.shape}")
+
+    registry = OpRegistry()
+    kind = BackendImplKind.VENDOR
+    registry.register_many(
+        OpImpl("silu_and_mul", f"vendor.chip{number}", kind, refuse, f"chip{number}") for number in range(refusing)
+    )
+    registry.register_impl(OpImpl("silu_and_mul", "reference", BackendImplKind.REFERENCE, lambda obj, x: "reference"))
+    function = OpManager(registry, SelectionPolicy()).bind("silu_and_mul", LAYER).fn
+    x = torch.ones(2)
+    alive = weakref.ref(x)
+    gc.disable()
+    try:
+        assert function(LAYER, x) == "reference"
+        del x
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_when_all_refuse_a_call_the_error_has_each_reason() -> None:
