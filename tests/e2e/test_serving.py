@@ -63,7 +63,7 @@ def test_both_reports_are_in_the_log(running: Running) -> None:
     """Given a server, then its log has layers with reasons, groups with backends and the ranks' agreement."""
     logs = running.server.logs()
     world_size = running.server.world_size
-    for layer in ("layer 1, ATen operators: off: ", "layer 2, fused operators: off: ", "layer 3, communication: on: "):
+    for layer in ("layer 1, ATen operators: off: ", "layer 2, fused operators: on: ", "layer 3, communication: on: "):
         assert logs.count(f"[sglang_fl] {layer}") >= world_size
     assert logs.count(f"settings, versions and choices are equal on {world_size} rank(s)") == world_size
     assert logs.count("checked by identity") == world_size

@@ -94,6 +94,7 @@ TP_PP = Topology(
     calls=({**STAGES[0], "all_reduce": 3}, {**STAGES[1], "all_reduce": 2, "all_gather": 1}),
 )
 QWEN3 = Topology("tp1-qwen3", family=Family.QWEN3)
+QWEN3_MOE_TP = Topology("tp2-qwen3-moe", tp=2, family=Family.QWEN3_MOE)
 # SGLang alone cannot run DP attention on a CPU: the same model in one process is the control.
 DP_ATTENTION = Topology(
     "tp2-dp2-attention",

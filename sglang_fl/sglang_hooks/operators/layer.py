@@ -123,8 +123,8 @@ def _require_first_choices(settings: Settings, rows: Iterable[Bridged], binder: 
     needs that operator.
     """
     failures: dict[str, SelectionError] = {}
-    operators = {row.op_name for row in rows}
-    for op_name in sorted(operators):
+    operators = dict.fromkeys(row.op_name for row in rows)
+    for op_name in operators:
         try:
             get_manager().select(op_name, extra=binder.candidates(op_name))
         except SelectionError as error:
