@@ -15,6 +15,7 @@ from sglang_fl.config import SettingsError
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config", "Show every setting with its value and where it comes from."),
     "explain": ("explain", "Show which implementation each fused operator gets, and why not the others."),
+    "aten-sweep": ("aten_sweep", "Measure FlagGems' ATen operators against PyTorch's own, on recorded calls."),
 }
 
 

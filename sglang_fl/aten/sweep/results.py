@@ -1,0 +1,184 @@
+"""The result of one case, the rule that judges it, and the table of all of them."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sglang_fl.aten.sweep.cases import Case
+from sglang_fl.aten.sweep.errors import Errors
+from sglang_fl.aten.sweep.timing import Times
+
+# An operator is left to PyTorch if on any recorded shape its GPU time is more than so many times PyTorch's.
+ALLOWED_RATIO = 1.02
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table; times in microseconds a call, errors absolute.
+
+    operator: the ATen operator. function: FlagGems' name of it, which lists hold. call: shapes and dtypes. phases:
+    phase and number of calls. failure: why there are no numbers. own_failure: PyTorch's own call could not be made
+    again, so the case says nothing. how: ``graph`` or ``eager``. first_call_s: seconds of the first calls, with
+    compilation.
+    """
+
+    operator: str
+    function: str
+    call: str
+    phases: str
+    calls: int
+    failure: str = ""
+    own_failure: bool = False
+    reference: str = ""
+    torch_error: float = math.nan
+    gems_error: float = math.nan
+    allowed_error: float = math.nan
+    differs: str = ""
+    how: str = ""
+    torch_us: float = math.nan
+    gems_us: float = math.nan
+    ratio: float = math.nan
+    ratio_low: float = math.nan
+    ratio_high: float = math.nan
+    pairs: int = 0
+    torch_host_us: float = math.nan
+    gems_host_us: float = math.nan
+    first_call_s: float = math.nan
+
+    @classmethod
+    def failed(cls, case: Case, function: str, failure: str, own: bool = False) -> Result:
+        """The result of a case without numbers."""
+        return cls(**_about(case, function), failure=failure, own_failure=own)
+
+    @classmethod
+    def of(cls, case: Case, function: str, errors: Errors, times: Times, first_call_s: float) -> Result:
+        """The result of a case that ran."""
+        return cls(
+            **_about(case, function),
+            reference=errors.reference,
+            torch_error=errors.torch_error,
+            gems_error=errors.gems_error,
+            allowed_error=errors.allowed,
+            differs=errors.differs,
+            how=times.how,
+            torch_us=round(times.torch_us, 3),
+            gems_us=round(times.gems_us, 3),
+            ratio=round(times.ratio, 4),
+            ratio_low=round(times.spread[0], 4),
+            ratio_high=round(times.spread[1], 4),
+            pairs=times.pairs,
+            torch_host_us=round(times.torch_host_us, 2),
+            gems_host_us=round(times.gems_host_us, 2),
+            first_call_s=round(first_call_s, 2),
+        )
+
+    def verdict(self) -> str:
+        """Why this case excludes its operator, or an empty text."""
+        if self.own_failure:
+            return ""
+        if self.failure:
+            return self.failure
+        if self.differs:
+            return self.differs
+        if not self.gems_error <= self.allowed_error:
+            return (
+                f"error {self.gems_error:.3g}, PyTorch's own {self.torch_error:.3g}, allowed {self.allowed_error:.3g}"
+            )
+        if not self.ratio <= ALLOWED_RATIO:
+            return f"GPU time {self.ratio:.3f} x PyTorch's"
+        return ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All results with what they were measured on: FlagGems' version, card, torch, triton, model, SGLang."""
+
+    origin: dict[str, str]
+    results: list[Result]
+
+    def write(self, path: Path) -> None:
+        """Write as CSV; the first line is a comment with the origin."""
+        with path.open("w", newline="") as file:
+            file.write("# " + "; ".join(f"{name}={value}" for name, value in self.origin.items()) + "\n")
+            writer = csv.DictWriter(file, [*COLUMNS, "excluded_because"], lineterminator="\n")
+            writer.writeheader()
+            for result in self.results:
+                row = {name: _cell(value) for name, value in asdict(result).items()}
+                writer.writerow(row | {"excluded_because": result.verdict()})
+
+    @classmethod
+    def read(cls, path: Path) -> Table:
+        """Read what :meth:`write` wrote."""
+        with path.open(newline="") as file:
+            head = file.readline().removeprefix("# ").strip()
+            origin = dict(item.split("=", 1) for item in head.split("; "))
+            return cls(origin, [_from_row(row) for row in csv.DictReader(file)])
+
+    def verified(self) -> list[str]:
+        """FlagGems' names of the operators that no case excludes, sorted: what profile verified replaces."""
+        excluded = self.excluded()
+        measured = {result.function for result in self.results if not result.own_failure}
+        return sorted(measured - excluded.keys())
+
+    def excluded(self) -> dict[str, list[str]]:
+        """FlagGems' name to the reasons, one for each case that excludes it."""
+        found: dict[str, list[str]] = {}
+        for result in self.results:
+            verdict = result.verdict()
+            if verdict:
+                found.setdefault(result.function, []).append(f"{result.call}: {verdict}")
+        return found
+
+    def call_share(self) -> tuple[int, int]:
+        """Recorded calls that the verified operators take, and all recorded calls that FlagGems has a kernel for."""
+        verified = set(self.verified())
+        mine = sum(result.calls for result in self.results if result.function in verified)
+        return mine, sum(result.calls for result in self.results)
+
+
+COLUMNS = [column.name for column in fields(Result)]
+_CONVERSIONS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": int,
+    "float": float,
+    "bool": lambda text: text == "yes",
+}
+
+
+def _about(case: Case, function: str) -> dict[str, Any]:
+    phases = " ".join(f"{phase}:{count}" for phase, count in sorted(case.phases.items()))
+    return {
+        "operator": case.operator,
+        "function": function,
+        "call": case.describe(),
+        "phases": phases,
+        "calls": case.calls,
+    }
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return "" if math.isnan(value) else repr(value)
+    return str(value)
+
+
+def _from_row(row: dict[str, str]) -> Result:
+    values: dict[str, Any] = {}
+    for column in fields(Result):
+        text = row[column.name]
+        if column.type == "float" and not text:
+            continue
+        values[column.name] = _CONVERSIONS[str(column.type)](text)
+    return Result(**values)
+
+
+def sort_results(results: Iterable[Result]) -> list[Result]:
+    """By operator, then by call: two tables compare line by line."""
+    return sorted(results, key=lambda result: (result.operator, result.call))

@@ -1,0 +1,129 @@
+"""The command aten-sweep: records shapes, measures FlagGems' operators on them, and makes the list of the good ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from sglang_fl.aten.sweep.results import Table
+
+DATA = Path(__file__).resolve().parents[1] / "aten" / "data"
+SHAPES = DATA / "qwen2.5-0.5b.json"
+TABLE, PARTIAL, PLOT, REPORT = "sweep.csv", "partial.jsonl", "sweep.png", "excluded.txt"
+
+
+@click.command("aten-sweep")
+@click.option(
+    "--shapes",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=SHAPES,
+    help="The recorded calls; by default those of a Qwen2.5-0.5B shape that come with the package.",
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the results; a started sweep goes on."
+)
+@click.option("--operators", metavar="A,B", help="Only these, by FlagGems' names or ATen's.")
+@click.option("--limit-s", type=float, default=480.0, show_default=True, help="Seconds for the whole sweep.")
+@click.option("--case-limit-s", type=float, default=90.0, show_default=True, help="Seconds for one case.")
+@click.option("--record", metavar="MODEL", help="Instead: record the calls of a model into the --shapes file, and end.")
+@click.option("--device", default="cpu", show_default=True, help="With --record: where SGLang runs, cpu or cuda.")
+@click.option(
+    "--write-list",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="YAML",
+    help="Instead: put the operators that the table --table found good into this platform's YAML, and end.",
+)
+@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="With --write-list: a sweep.csv.")
+def command(
+    shapes: Path,
+    out: Path | None,
+    operators: str | None,
+    limit_s: float,
+    case_limit_s: float,
+    record: str | None,
+    device: str,
+    write_list: Path | None,
+    table: Path | None,
+) -> None:
+    """Measure each operator that FlagGems replaces, on recorded calls, against PyTorch's own.
+
+    Per call: the error against float64 beside PyTorch's own, GPU time inside a CUDA graph, time on the host. An
+    operator is excluded if on any call its error is over twice PyTorch's own, its GPU time over 1.02 times PyTorch's,
+    or it raised. Needs an NVIDIA GPU, torch, triton and flag_gems, not SGLang.
+    """
+    if record is not None:
+        _record(record, device, shapes)
+    elif write_list is not None:
+        _write_list(table, write_list)
+    elif out is None:
+        raise click.UsageError("--out DIR is missing: where the table is written")
+    else:
+        _sweep(shapes, out, operators, limit_s, case_limit_s)
+
+
+def _record(model: str, device: str, shapes: Path) -> None:
+    from sglang_fl.sglang_hooks.aten_shapes import RecordingError, record
+
+    try:
+        recorded = record(model, device)
+    except RecordingError as error:
+        raise click.ClickException(str(error)) from error
+    recorded.write(shapes)
+    click.echo(f"{len(recorded.cases)} different calls of {model} on {device} written to {shapes}")
+
+
+def _write_list(table: Path | None, target: Path) -> None:
+    from sglang_fl.aten.sweep.results import Table
+    from sglang_fl.aten.sweep.yaml_list import ListError, write_list
+
+    if table is None:
+        raise click.UsageError("--write-list needs --table: the sweep.csv that the list comes from")
+    try:
+        names = write_list(target, Table.read(table), table.name)
+    except (OSError, ListError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{len(names)} operators written to {target}: {', '.join(names)}")
+
+
+def _sweep(shapes: Path, out: Path, operators: str | None, limit_s: float, case_limit_s: float) -> None:
+    from sglang_fl.aten.gems import GemsError, load
+    from sglang_fl.aten.sweep.cases import CaseFileError, read_cases
+    from sglang_fl.aten.sweep.origin import describe
+    from sglang_fl.aten.sweep.results import Table, sort_results
+    from sglang_fl.aten.sweep.run import Limits, SweepError, choose, run
+
+    try:
+        recorded = read_cases(shapes)
+        gems = load()
+        only = [name.strip() for name in operators.split(",")] if operators else None
+        jobs = choose(recorded.cases, gems, only)
+        if not jobs:
+            raise click.ClickException(f"{shapes} holds no call of an operator that FlagGems {gems.version} replaces")
+        out.mkdir(parents=True, exist_ok=True)
+        click.echo(f"{len(jobs)} calls of {len({job.function for job in jobs})} operators, FlagGems {gems.version}")
+        results, _ = run(jobs, out / PARTIAL, Limits(limit_s, case_limit_s), click.echo)
+    except (CaseFileError, GemsError, SweepError) as error:
+        raise click.ClickException(str(error)) from error
+    table = Table(describe(gems.version, recorded.origin), sort_results(results))
+    table.write(out / TABLE)
+    _report(table, out)
+
+
+def _report(table: Table, out: Path) -> None:
+    from sglang_fl.aten.sweep.plot import PlotError, draw
+
+    lines = [
+        f"{name}:\n" + "\n".join(f"  {reason}" for reason in why) for name, why in sorted(table.excluded().items())
+    ]
+    (out / REPORT).write_text("\n".join(lines) + "\n")
+    good, (mine, all_calls) = table.verified(), table.call_share()
+    click.echo(f"excluded {len(lines)} operators; the reasons are in {out / REPORT}")
+    click.echo(f"good {len(good)} operators, {mine} of {all_calls} recorded calls: {', '.join(good)}")
+    click.echo(f"the table is {out / TABLE}")
+    try:
+        draw(table, out / PLOT)
+    except PlotError as error:
+        click.echo(f"no plot: {error}")
