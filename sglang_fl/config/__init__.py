@@ -15,6 +15,7 @@ from sglang_fl.config.settings import (
 )
 from sglang_fl.config.sources import Source, SourceKind
 from sglang_fl.config.values import (
+    AtenProfile,
     BackendKind,
     CaptureRule,
     CommBackend,
@@ -31,6 +32,7 @@ __all__ = [
     "FIELDS",
     "SECTIONS",
     "_CONFIG_DIR",
+    "AtenProfile",
     "AtenSettings",
     "BackendKind",
     "CaptureRule",

@@ -16,7 +16,7 @@ from sglang_fl.config.value_types import (
     choice_of,
     choice_of_platforms,
 )
-from sglang_fl.config.values import BackendKind, CommBackend, CommMode, LogLevel
+from sglang_fl.config.values import AtenProfile, BackendKind, CommBackend, CommMode, LogLevel
 
 SECTIONS = {
     "ops": "Layer 2: fused operators",
@@ -120,9 +120,19 @@ FIELDS: tuple[Field, ...] = (
         "Switches layer 1, FlagGems' replacements of PyTorch's own operators, on or off.", "0",
     ),
     Field(
+        "aten.profile", "SGLANG_FL_FLAGOS_PROFILE", "flagos_profile", choice_of(AtenProfile), AtenProfile.VERIFIED,
+        "verified: FlagGems replaces the ATen operators of flagos_verified; full: every one that it has.", "full",
+    ),
+    Field(
+        "aten.verified", "SGLANG_FL_FLAGOS_VERIFIED", "flagos_verified", Names(_ATEN_OPERATORS), (),
+        "The ATen operators of profile verified: found right and not slower on this platform by aten-sweep.",
+        "softmax,embedding",
+    ),
+    Field(
         "aten.whitelist", "SGLANG_FL_FLAGOS_WHITELIST", "flagos_whitelist",
         Names(_ATEN_OPERATORS, may_be_empty=False), None,
-        "The only ATen operators that FlagGems replaces. Excludes flagos_blacklist.", "softmax,embedding",
+        "The only ATen operators that FlagGems replaces, whatever the profile. Excludes flagos_blacklist.",
+        "softmax,embedding",
         opposite="aten.blacklist",
     ),
     Field(

@@ -14,7 +14,16 @@ from sglang_fl.config.fields import FIELD_BY_NAME, FIELDS
 from sglang_fl.config.problems import Problem, closest
 from sglang_fl.config.sources import Source
 from sglang_fl.config.value_types import Names
-from sglang_fl.config.values import BackendKind, CommBackend, CommMode, CommRouteOrder, LogLevel, OpBackend, OpOrder
+from sglang_fl.config.values import (
+    AtenProfile,
+    BackendKind,
+    CommBackend,
+    CommMode,
+    CommRouteOrder,
+    LogLevel,
+    OpBackend,
+    OpOrder,
+)
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,11 @@ class OpsSettings:
 
 @dataclass(frozen=True)
 class AtenSettings:
-    """Layer 1, PyTorch's operators on FlagGems."""
+    """Layer 1, PyTorch's operators on FlagGems. A white list replaces the profile, a black list takes from it."""
 
     enabled: bool
+    profile: AtenProfile
+    verified: tuple[str, ...]
     whitelist: tuple[str, ...] | None
     blacklist: tuple[str, ...]
     record: bool

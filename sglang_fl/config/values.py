@@ -21,6 +21,13 @@ class BackendKind(TextEnum):
     REFERENCE = "reference"
 
 
+class AtenProfile(TextEnum):
+    """VERIFIED: what was found right and not slower on this platform. FULL: everything that FlagGems registers."""
+
+    VERIFIED = "verified"
+    FULL = "full"
+
+
 class CommBackend(TextEnum):
     """What carries collectives. AUTO is the first usable of flagcx, the vendor's library and torch."""
 

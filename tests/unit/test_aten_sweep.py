@@ -1,0 +1,336 @@
+"""The sweep of layer 1 without a GPU: recording, inputs, errors, the rule, and a worker that dies or hangs."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, read_cases
+from sglang_fl.aten.sweep.errors import compare
+from sglang_fl.aten.sweep.inputs import Call
+from sglang_fl.aten.sweep.recorder import Recorder
+from sglang_fl.aten.sweep.results import ALLOWED_RATIO, Result, Table, sort_results
+from sglang_fl.aten.sweep.run import NOT_REACHED, Job, Limits, SweepError, run
+from sglang_fl.aten.sweep.yaml_list import ListError, write_list
+from sglang_fl.cli.aten_sweep import SHAPES
+from sglang_fl.config.yaml_file import read_yaml
+
+CPU = torch.device("cpu")
+ORIGIN = {"flag_gems": "5.0.2", "card": "NVIDIA H200", "torch": "2.11.0"}
+
+
+def record(function: object, *tensors: torch.Tensor) -> dict[str, Case]:
+    """The calls that ``function`` makes, by operator."""
+    recorder = Recorder("cpu")
+    with torch.inference_mode(), recorder, recorder.phase("decode_1"):
+        function(*tensors)  # type: ignore[operator]
+    return {case.operator: case for case in recorder.cases()}
+
+
+class TestRecorder:
+    """What is seen of a forward pass."""
+
+    def test_calls_that_are_made_of_others_are_taken_apart(self) -> None:
+        """Given inference mode, where linear arrives whole, when it is called, then its mm is recorded."""
+        cases = record(torch.nn.functional.linear, torch.ones(2, 4), torch.ones(3, 4))
+        assert "mm" in cases
+        assert [arg["tensor"]["shape"] for arg in cases["mm"].args] == [[2, 4], [4, 3]]
+        assert cases["mm"].args[1]["tensor"]["stride"] == [1, 4]
+
+    def test_a_reshape_that_copies_is_recorded_as_its_copy(self) -> None:
+        """Given a transposed tensor, when it is reshaped, then the clone and the copy beneath it are recorded."""
+        cases = record(lambda tensor: tensor.t().reshape(-1), torch.ones(2, 3))
+        assert {"clone", "copy_"} <= cases.keys()
+        assert "view" not in cases
+
+    def test_equal_calls_are_one_case_with_the_range_of_both(self) -> None:
+        """Given two calls with indices 2..3 and 0..1, when recorded, then one case holds 0..3 and counts two calls."""
+        weight = torch.ones(9, 2)
+
+        def calls() -> None:
+            torch.ops.aten.index_select(weight, 0, torch.tensor([2, 3]))
+            torch.ops.aten.index_select(weight, 0, torch.tensor([0, 1]))
+
+        case = record(calls)["index_select"]
+        index = case.args[2]["tensor"]
+        assert (index["low"], index["high"], case.phases) == (0, 3, {"decode_1": 2})
+
+    def test_outside_a_phase_nothing_is_recorded(self) -> None:
+        """Given no phase, when an operator is called, then there is no case."""
+        recorder = Recorder("cpu")
+        with recorder:
+            torch.ones(2) + 1
+        assert recorder.cases() == []
+
+    def test_a_tensor_of_another_device_stays_on_the_host(self) -> None:
+        """Given a model on cuda, when a tensor of the host is used, then its case says so."""
+        recorder = Recorder("cuda")
+        with recorder, recorder.phase("decode_1"):
+            torch.ones(2).add(torch.ones(2))
+        (case,) = (case for case in recorder.cases() if case.operator == "add.Tensor")
+        assert {arg["tensor"]["device"] for arg in case.args} == {HOST}
+
+    def test_a_file_of_cases_reads_back_as_it_was_written(self, tmp_path: Path) -> None:
+        """Given cases with dtypes, infinities and lists, when written and read, then nothing has changed."""
+        recorder = Recorder("cpu")
+        with recorder, recorder.phase("decode_1"):
+            torch.cat([torch.ones(2), torch.full((2,), -math.inf)]).to(torch.bfloat16)
+        written = CaseFile({"model": "x"}, recorder.cases())
+        written.write(tmp_path / "cases.json")
+        assert read_cases(tmp_path / "cases.json") == written
+
+    def test_a_file_that_is_none_is_named(self, tmp_path: Path) -> None:
+        """Given a file of other JSON, when read, then the error names it and how to make one."""
+        Path(tmp_path, "x.json").write_text("[1]")
+        with pytest.raises(CaseFileError, match=r"x\.json is no file of recorded calls .*--record"):
+            read_cases(tmp_path / "x.json")
+
+
+class TestInputs:
+    """Inputs that an operator accepts, of every recorded call."""
+
+    def test_every_recorded_call_can_be_made_again_and_equals_itself(self) -> None:
+        """Given the recording of the package, when each small call is made twice, then both results are the same."""
+        cases = [case for case in read_cases(SHAPES).cases if sum_of_sizes(case) < 1 << 20]
+        assert len(cases) > 50
+        for case in cases:
+            call = Call(case, CPU)
+            if not call.is_random and "empty" not in case.operator:
+                errors = compare(call, call.run(), call.run())
+                assert not errors.differs, case.describe()
+                assert errors.gems_error <= errors.allowed, case.describe()
+
+    def test_shapes_strides_and_ranges_are_the_recorded_ones(self) -> None:
+        """Given an index of 5..8 and a transposed weight, when inputs are made, then they are like that."""
+        weight, index = tensor_data([4, 3], [1, 4], "bfloat16"), tensor_data([4], [1], "int64", 5, 8)
+        call = Call(Case("index_select", [weight, 0, index], {}), CPU)
+        assert call.args[0].stride() == (1, 4)
+        assert call.args[0].dtype == torch.bfloat16
+        # Each once: where places are written twice it is open which value stays.
+        assert sorted(call.args[2].tolist()) == [5, 6, 7, 8]
+
+    def test_what_a_call_changes_is_copied(self) -> None:
+        """Given add_, when it runs twice, then both runs start from the same tensor."""
+        data = tensor_data([3], [1], "float32")
+        call = Call(Case("add_.Tensor", [data, data], {}), CPU)
+        assert call.changes_arguments
+        assert torch.equal(call.run()[0], call.run()[0])
+
+
+class TestErrors:
+    """The rule of error: twice PyTorch's own."""
+
+    call = Call(
+        Case("mul.Tensor", [{"tensor": {"shape": [64], "stride": [1], "dtype": "bfloat16", "device": HOST}}, 1.5], {}),
+        CPU,
+    )
+
+    def test_pytorchs_own_result_passes(self) -> None:
+        """Given the same result twice, when compared, then the error is within what is allowed."""
+        errors = compare(self.call, self.call.run(), self.call.run())
+        assert errors.reference == "float64"
+        assert 0 < errors.gems_error <= errors.allowed
+
+    def test_three_times_the_error_is_over_the_rule(self) -> None:
+        """Given a result three roundings away, when compared, then its error is over what is allowed."""
+        own = self.call.run()
+        wrong = [tensor + 3 * tensor.abs().max() * torch.finfo(torch.bfloat16).eps for tensor in own]
+        errors = compare(self.call, own, wrong)
+        assert errors.gems_error > errors.allowed
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            (lambda tensor: tensor[:3], "shape"),
+            (lambda tensor: tensor.float(), "dtype torch.float32 instead of torch.bfloat16"),
+            (lambda tensor: torch.stack([tensor, tensor], 1)[:, 0], "strides [2] instead of [1]"),
+        ],
+    )
+    def test_another_shape_dtype_or_stride_differs(self, change: object, text: str) -> None:
+        """Given a result of another form, when compared, then the text says what differs."""
+        own = self.call.run()
+        assert text in compare(self.call, own, [change(tensor) for tensor in own]).differs  # type: ignore[operator]
+
+    def test_a_nan_in_the_place_of_a_number_is_an_infinite_error(self) -> None:
+        """Given one NaN, when compared, then the error is infinite and not overlooked."""
+        own = self.call.run()
+        wrong = [tensor.clone() for tensor in own]
+        wrong[0][5] = math.nan
+        assert compare(self.call, own, wrong).gems_error == math.inf
+
+    def test_integers_must_be_equal(self) -> None:
+        """Given argmax with one other index, when compared, then one place is wrong and none is allowed."""
+        call = Call(Case("argmax", [tensor_data([4, 9], [9, 1], "float32"), -1], {}), CPU)
+        own = call.run()
+        wrong = [own[0].clone()]
+        wrong[0][2] += 1
+        errors = compare(call, own, wrong)
+        assert (errors.reference, errors.gems_error, errors.allowed) == ("torch", 1.0, 0.0)
+
+    def test_random_numbers_are_not_compared(self) -> None:
+        """Given multinomial, when compared, then it differs: another stream gives other tokens."""
+        call = Call(Case("multinomial", [tensor_data([2, 5], [5, 1], "float32", 0, 1), 1], {}), CPU)
+        assert "random" in compare(call, call.run(), call.run()).differs
+
+
+class TestRule:
+    """Which operators are good."""
+
+    def test_one_slow_call_excludes_the_operator(self) -> None:
+        """Given two calls at 0.5 x and one over the limit, when judged, then the operator is excluded."""
+        slow = result("softmax", ratio=ALLOWED_RATIO + 0.001)
+        table = Table(ORIGIN, [result("softmax", ratio=0.5), slow, result("cat", ratio=ALLOWED_RATIO)])
+        assert table.verified() == ["cat"]
+        assert "1.021 x" in table.excluded()["softmax"][0]
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            {"gems_error": 2.1},
+            {"gems_error": math.nan},
+            {"ratio": math.nan},
+            {"failure": "raised X"},
+            {"differs": "shape"},
+        ],
+    )
+    def test_what_is_wrong_or_unknown_excludes(self, bad: dict[str, object]) -> None:
+        """Given an error, no number, an exception or another form, when judged, then the operator is excluded."""
+        assert Table(ORIGIN, [result("cat", **bad)]).verified() == []
+
+    def test_a_call_that_pytorch_itself_cannot_make_says_nothing(self) -> None:
+        """Given such a call beside a good one, when judged, then the good one decides; alone nothing is verified."""
+        none = result("cat", failure="cannot be made again", own_failure=True)
+        assert Table(ORIGIN, [none, result("cat")]).verified() == ["cat"]
+        assert Table(ORIGIN, [none]).verified() == []
+
+    def test_the_table_reads_back(self, tmp_path: Path) -> None:
+        """Given results with and without numbers, when written and read, then they judge the same."""
+        rows = sort_results(
+            [result("cat", ratio=0.5), result("mm", failure="raised, a comma"), result("add", ratio=1.5)]
+        )
+        Table(ORIGIN, rows).write(tmp_path / "sweep.csv")
+        read = Table.read(tmp_path / "sweep.csv")
+        assert read.origin == ORIGIN
+        assert [row.verdict() for row in read.results] == [row.verdict() for row in rows]
+        assert read.verified() == ["cat"]
+        assert read.call_share() == (2, 6)
+
+
+class TestWriteList:
+    """--write-list."""
+
+    def test_the_list_replaces_an_older_one_and_leaves_the_rest(self, tmp_path: Path) -> None:
+        """Given a YAML with comments and an old list, when written twice, then only the list and its comment change."""
+        path = tmp_path / "nvidia.yaml"
+        path.write_text("# Ours.\ncomm:\n  backend: nccl\n")
+        write_list(path, Table(ORIGIN, [result("cat"), result("true_divide")]), "nvidia_sweep.csv")
+        names = write_list(
+            path, Table(ORIGIN, [result(f"operator_{place}") for place in range(40)]), "nvidia_sweep.csv"
+        )
+        text = path.read_text()
+        assert text.startswith("# Ours.\ncomm:\n  backend: nccl\n# What profile verified replaces")
+        assert text.count("flagos_verified") == 1
+        assert "5.0.2 on NVIDIA H200" in " ".join(text.split())
+        problems: list[object] = []
+        entries = {entry.field.name: entry for entry in read_yaml(path, "nvidia.yaml", "x", problems)}  # type: ignore[arg-type]
+        assert not problems
+        assert entries["aten.verified"].field.type.from_node(entries["aten.verified"].node) == tuple(names)
+
+    def test_a_table_without_good_operators_is_refused(self, tmp_path: Path) -> None:
+        """Given a table in which nothing is good, when the list is asked for, then nothing is written."""
+        path = tmp_path / "nvidia.yaml"
+        path.write_text("comm:\n")
+        with pytest.raises(ListError, match="nothing to write"):
+            write_list(path, Table(ORIGIN, [result("mm", ratio=2.0)]), "sweep.csv")
+        assert path.read_text() == "comm:\n"
+
+
+# A worker that measures nothing: it obeys the names of the operators.
+_WORKER = """
+import json, os, sys, time
+from dataclasses import asdict
+from pathlib import Path
+from sglang_fl.aten.sweep.cases import Case
+from sglang_fl.aten.sweep.results import Result
+with open(sys.argv[2], "a", buffering=1) as lines:
+    def say(line): lines.write(json.dumps(line) + "\\n")
+    say({"ready": True, "card": "none"})
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        case = Case(**job["case"])
+        say({"begin": job["place"]})
+        if case.operator == "dies": os._exit(9)
+        if case.operator == "hangs": time.sleep(60)
+        result = Result(case.operator, case.operator, case.describe(), "", 1, ratio=1.0)
+        say({"place": job["place"], "result": asdict(result)})
+        if case.operator == "loses_the_device": sys.exit(3)
+"""
+
+
+class TestRun:
+    """The process that hands out the cases."""
+
+    @staticmethod
+    def sweep(tmp_path: Path, names: str, **limits: float) -> tuple[dict[str, str], list[str]]:
+        """Failure by operator of a sweep with the worker above, and what was said."""
+        worker = tmp_path / "worker.py"
+        worker.write_text(_WORKER)
+        jobs = [Job(Case(name, [place], {}, {"decode_1": 1}), name) for place, name in enumerate(names.split())]
+        said: list[str] = []
+        command = (sys.executable, str(worker))
+        results, ready = run(jobs, tmp_path / "partial.jsonl", Limits(**limits), said.append, command)
+        assert [result.function for result in results] == [job.function for job in jobs]
+        assert ready == {"ready": True, "card": "none"} or not ready
+        return {result.function: result.failure for result in results}, said
+
+    def test_a_worker_that_dies_costs_one_case(self, tmp_path: Path) -> None:
+        """Given cases that end and lose the process, when swept, then the others are measured, after a restart."""
+        failures, _ = self.sweep(tmp_path, "a dies b loses_the_device c")
+        assert failures == {
+            "a": "", "dies": "the process ended with code 9", "b": "", "loses_the_device": "", "c": "",
+        }  # fmt: skip
+
+    def test_a_case_that_hangs_is_ended(self, tmp_path: Path) -> None:
+        """Given a case over its limit, when swept, then it is reported and the rest goes on."""
+        failures, said = self.sweep(tmp_path, "a hangs b", case_s=2.0)
+        assert failures == {"a": "", "hangs": "took longer than 2 s", "b": ""}
+        assert any("hangs" in line for line in said)
+
+    def test_the_limit_of_the_whole_leaves_a_reason_and_a_later_run_goes_on(self, tmp_path: Path) -> None:
+        """Given too little time, when swept again without the obstacle, then only what is missing is measured."""
+        failures, _ = self.sweep(tmp_path, "a hangs b", total_s=3.0)
+        assert failures == {"a": "", "hangs": NOT_REACHED, "b": NOT_REACHED}
+        failures, said = self.sweep(tmp_path, "a dies b")
+        assert "1 of 3 cases" in said[0]
+        assert failures["b"] == ""
+
+    def test_a_worker_that_cannot_start_ends_the_sweep(self, tmp_path: Path) -> None:
+        """Given a command that fails at once, when swept, then the error shows what it printed."""
+        jobs = [Job(Case("a", [], {}), "a")]
+        command = (sys.executable, "-c", "raise SystemExit('no driver')")
+        with pytest.raises(SweepError, match="code 1: no driver"):
+            run(jobs, tmp_path / "partial.jsonl", Limits(), print, command)
+
+
+def tensor_data(
+    shape: list[int], stride: list[int], dtype: str, low: float | None = None, high: float | None = None
+) -> dict[str, object]:
+    """A tensor of the accelerator in a case's notation."""
+    data: dict[str, object] = {"shape": shape, "stride": stride, "dtype": dtype, "device": ACCELERATOR}
+    return {"tensor": data if low is None else data | {"low": low, "high": high}}
+
+
+def sum_of_sizes(case: Case) -> int:
+    """Elements of all tensors in the arguments."""
+    return sum(math.prod(item["tensor"]["shape"]) for item in case.args if isinstance(item, dict) and "tensor" in item)
+
+
+def result(function: str, **changes: object) -> Result:
+    """A good result, with changes."""
+    values: dict[str, object] = {
+        "reference": "float64", "torch_error": 1.0, "gems_error": 1.0, "allowed_error": 2.0, "ratio": 1.0, "calls": 2,
+    }  # fmt: skip
+    return Result(function, function, f"{function}()", "", **(values | changes))  # type: ignore[arg-type]
