@@ -250,10 +250,8 @@ def _switch_on(plugin: Plugin) -> None:
     from sglang_fl.sglang_hooks import server
     from sglang_fl.sglang_hooks.registration import misfits, register
 
-    plugin.layers = [
-        LayerState(ATEN_LAYER, False, "this version of sglang_fl has none"),
-    ]
     hooks: list[Hook] = [server.report_hook(plugin.report)]
+    hooks += _aten_hooks(plugin)
     operators = _operator_layer(plugin)
     hooks += operators.hooks
     _check_audit(plugin.settings)
@@ -337,6 +335,24 @@ def _unknown_operators(settings: Settings) -> list[str]:
     from sglang_fl.sglang_hooks.operators import unknown_names
 
     return unknown_names(settings)
+
+
+def _aten_hooks(plugin: Plugin) -> list[Hook]:
+    from sglang_fl.aten.layer import AtenError, Outcome, before_import
+    from sglang_fl.sglang_hooks import aten
+
+    try:
+        expected = before_import(plugin.settings, plugin.platform)
+    except AtenError as error:
+        raise ConfigurationError(str(error)) from error
+    plugin.layers.append(LayerState(ATEN_LAYER, expected.is_on, expected.reason))
+
+    def report(outcome: Outcome) -> None:
+        plugin.notice(LayerState(ATEN_LAYER, outcome.is_on, outcome.reason).line())
+        for warning in outcome.warnings:
+            logger.warning("[sglang_fl] %s: %s", ATEN_LAYER, warning)
+
+    return aten.hooks(plugin.settings, report) if expected.is_on else []
 
 
 def _operator_layer(plugin: Plugin) -> OperatorLayer:

@@ -1,0 +1,221 @@
+"""Layer 1 in one process: what is known of it before FlagGems is imported, and switching it on, once."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_fl.aten import gems as flag_gems
+from sglang_fl.aten import records
+from sglang_fl.aten.plan import Plan, make_plan
+from sglang_fl.config import AtenProfile, Settings, SourceKind
+
+logger = logging.getLogger("sglang_fl.aten")
+
+STORED_TABLES = {"nvidia.yaml": Path(__file__).with_name("data") / "nvidia_sweep.csv"}
+_OFF_SWITCHES = "SGLANG_FL_FLAGOS_PROFILE=full replaces every operator that FlagGems has"
+_EXPLICIT = (SourceKind.ENVIRONMENT, SourceKind.YAML)
+_lock = threading.Lock()
+_outcome: Outcome | None = None
+# What is registered lives as long as this.
+_library: Any = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """On or off, why, and what else the report must say."""
+
+    is_on: bool
+    reason: str
+    warnings: tuple[str, ...] = ()
+
+
+class AtenError(RuntimeError):
+    """Layer 1 was asked for, strictly, and cannot be had; the message says why."""
+
+
+def before_import(settings: Settings, platform: str | None) -> Outcome:
+    """What can be said of the layer without importing FlagGems, which takes seconds and touches the device.
+
+    platform: the platform in use, None for an accelerator that this version does not know but FlagGems may.
+
+    Raises:
+        AtenError: the layer is off, was asked for, and ``strict`` is set.
+    """
+    reason = _off_reason(settings, platform)
+    if reason is not None:
+        return _off(settings, reason)
+    version = flag_gems.installed_version() or "of unknown version"
+    return Outcome(
+        True, f"FlagGems {version}, {_intention(settings)}; in processes that run a model, once it has its device"
+    )
+
+
+def switch_on(settings: Settings) -> Outcome:
+    """Put FlagGems' operators under PyTorch, in this process, for good. The device must be set before.
+
+    The first call decides; every further one has its outcome. A layer that cannot be switched on is off, with its
+    reason, and PyTorch has its own operators.
+
+    Raises:
+        AtenError: it cannot be switched on, was asked for, and ``strict`` is set.
+    """
+    global _outcome
+    with _lock:
+        if _outcome is None:
+            _outcome = _switch_on(settings)
+        return _outcome
+
+
+def is_asked_for(settings: Settings) -> bool:
+    """Whether a user's own setting, not a default, wants the layer."""
+    fields = ("aten.enabled", "aten.profile", "aten.whitelist", "aten.verified")
+    return settings.aten.enabled and any(settings.source(field).kind in _EXPLICIT for field in fields)
+
+
+def _off_reason(settings: Settings, platform: str | None) -> str | None:
+    aten = settings.aten
+    if not aten.enabled:
+        return f"{settings.source('aten.enabled').where} switches it off"
+    if platform == "cpu":
+        return "this process runs on the CPU, for which FlagGems has no device"
+    if not flag_gems.is_installed():
+        return "flag_gems is not installed: pip install flag-gems"
+    if importlib.util.find_spec("triton") is None:
+        return "flag_gems is installed, but triton, which its kernels are written in, is not"
+    if aten.whitelist is None and aten.profile is AtenProfile.VERIFIED and not aten.verified:
+        return f"profile verified, and no operator has been verified on this platform; {_OFF_SWITCHES}"
+    return None
+
+
+def _intention(settings: Settings) -> str:
+    aten = settings.aten
+    if aten.whitelist is not None:
+        return f"white list of {len(aten.whitelist)} names"
+    if aten.profile is AtenProfile.FULL:
+        return "profile full"
+    return f"profile verified of {len(aten.verified)} names"
+
+
+def _off(settings: Settings, reason: str, *more: str) -> Outcome:
+    if settings.ops.strict and is_asked_for(settings):
+        raise AtenError(
+            f"sglang_fl: layer 1, ATen operators, was asked for and cannot be switched on: {reason}. "
+            f"{settings.source('ops.strict').where} makes that an error; SGLANG_FL_STRICT=0 serves without the layer."
+        )
+    return Outcome(False, reason, more)
+
+
+def _switch_on(settings: Settings) -> Outcome:
+    try:
+        gems = flag_gems.load()
+    except flag_gems.GemsError as error:
+        return _off(settings, str(error))
+    accelerator = torch.accelerator.current_accelerator()
+    device = accelerator.type if accelerator is not None else "cpu"
+    if gems.device != device:
+        return _off(settings, f"FlagGems {gems.version} was set up for {gems.vendor} ({gems.device}), not for {device}")
+    plan = make_plan(settings, gems)
+    if plan.unknown and settings.ops.strict:
+        raise AtenError(" ".join(f"sglang_fl: {text}" for text in plan.unknown))
+    if not plan.names:
+        return _off(settings, f"{plan.chosen_by} leaves no operator to replace", *plan.unknown)
+    try:
+        done, failed = _register(gems, plan)
+    except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
+        _take_back()
+        return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
+    if not done:
+        return _off(settings, f"FlagGems {gems.version} registered no operator", *plan.unknown, *failed)
+    more = [*plan.unknown, *failed, *_start_records(settings, gems)]
+    return Outcome(True, _report(settings, gems, plan, done), tuple(more))
+
+
+class _CountingLibrary(torch.library.Library):
+    """A library that notes what was registered in it: FlagGems only logs what it could not register."""
+
+    def __init__(self) -> None:
+        super().__init__("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
+        self.done: list[str] = []
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        """Register and note; an operator may be registered for more than one dispatch key."""
+        super().impl(op_name, fn, dispatch_key, **options)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.done.append(op_name)
+
+
+def _register(gems: flag_gems.Gems, plan: Plan) -> tuple[list[str], list[str]]:
+    """The ATen operators that are registered, and a text for each that should be and is not."""
+    global _library
+    library = _library = _CountingLibrary()
+    with warnings.catch_warnings():
+        # PyTorch warns of each kernel that is put over another; that is what is wanted here.
+        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+        if plan.is_everything:
+            gems.module.enable(lib=library, unused=list(plan.left_out))
+        else:
+            gems.module.only_enable(lib=library, include=list(plan.names))
+    done = list(dict.fromkeys(library.done))
+    missing = [key for key in gems.keys(plan.names) if key not in library.done]
+    if not missing:
+        return done, []
+    return done, [f"FlagGems {gems.version} did not register {', '.join(missing)}; PyTorch's own operators stay"]
+
+
+def _take_back() -> None:
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
+def _start_records(settings: Settings, gems: flag_gems.Gems) -> list[str]:
+    aten = settings.aten
+    if not aten.record:
+        return []
+    distributed = torch.distributed
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    try:
+        path = records.start(aten.log_path, rank, aten.log_once, gems.entries)
+    except OSError as error:
+        where = settings.source("aten.log_path").where
+        return [f"the ATen operators are not recorded: {error.filename} (from {where}): {error.strerror}"]
+    logger.info("[sglang_fl] layer 1, ATen operators: recorded in %s", path)
+    return []
+
+
+def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str]) -> str:
+    parts = [
+        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
+        f"({len(done)} ATen overloads){_measured(settings, gems)}"
+    ]
+    if plan.left_out:
+        shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")
+        parts.append(f"left to PyTorch: {shown}")
+    if not plan.is_everything:
+        parts.append(", ".join(plan.names))
+    return "; ".join(parts)
+
+
+def _measured(settings: Settings, gems: flag_gems.Gems) -> str:
+    """What the platform's stored table says of profile verified."""
+    table_file = STORED_TABLES.get(settings.source("aten.verified").where)
+    aten = settings.aten
+    if table_file is None or not table_file.exists() or aten.whitelist is not None or aten.profile is AtenProfile.FULL:
+        return ""
+    from sglang_fl.aten.sweep.results import Table
+
+    table = Table.read(table_file)
+    mine, recorded = table.call_share()
+    origin = table.origin
+    text = f", {mine} of {recorded} device calls of {origin['model']} that FlagGems has kernels for"
+    if origin["flag_gems"] != gems.version:
+        text += f"; verified with FlagGems {origin['flag_gems']}, which this is not"
+    return text
