@@ -17,6 +17,7 @@ from sglang_fl.dispatch.backends.reference import register_ops as reference
 from sglang_fl.dispatch.registry import KNOWN_OPERATORS
 from sglang_fl.dispatch.types import BackendImplKind, BackendPriority, NotSupportedError
 from sglang_fl.sglang_hooks.operators.binding import Binder
+from sglang_fl.sglang_hooks.operators.bridge import Owner
 from sglang_fl.sglang_hooks.operators.layer import dispatch_hook
 from sglang_fl.sglang_hooks.operators.lists import ClassLists
 
@@ -170,4 +171,4 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 7) -> to
 def method_of(layer: Any) -> str:
     """What runs the layer: the name of SGLang's own method, or "bridge" for ours."""
     method = layer._forward_method
-    return "bridge" if hasattr(method, "func") else str(method.__name__)
+    return "bridge" if isinstance(method.__self__, Owner) else str(method.__name__)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_fl.dispatch import SelectionPolicy
-from sglang_fl.sglang_hooks.operators import bridge, table
-from sglang_fl.sglang_hooks.operators.bridge import Connection
+from sglang_fl.sglang_hooks.operators import table
+from sglang_fl.sglang_hooks.operators.bridge import Connection, Owner
 from tests.unit.bridge_cases import Layer2, layer2, method_of, normal, sglang_ready
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,6 +69,7 @@ def test_the_functions_of_the_bridges_have_the_parameters_of_the_table(row: tabl
         _buffers={},
         _parameters={},
         topk_config=_topk_config(),
+        layer_id=0,
         moe_runner_config=SimpleNamespace(activation="silu", apply_router_weight_on_input=False),
     )
     bound: Any = SimpleNamespace(call=SimpleNamespace(first=None, after=None))
@@ -76,9 +77,9 @@ def test_the_functions_of_the_bridges_have_the_parameters_of_the_table(row: tabl
     def own() -> None:
         pass
 
-    function = row.bridge.make(Connection(layer, layer, bound, own))
-    assert table.parameters_of(function) == list(row.bridge.parameters)
-    assert isinstance(bridge.forward_of(layer, function), bridge.Forward)
+    function = row.bridge.make(Connection(Owner(layer), layer, bound, own))
+    assert table.parameters_of(function) == ["owner", *row.bridge.parameters]
+    assert function.__name__ == "forward", "what unpickling looks up"
 
 
 def _topk_config() -> Any:

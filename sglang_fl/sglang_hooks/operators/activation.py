@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Owner, moved
 
 APPROXIMATIONS = ("tanh", "none")
 
 
 def _make(connection: Connection) -> Method:
-    layer, first, own, recover = connection.layer, connection.first, connection.own, connection.recover
+    mine, layer, first = connection.owner, connection.layer, connection.first
+    own, recover = connection.own, connection.recover
 
-    def forward(x: torch.Tensor) -> Any:
+    def forward(owner: Owner, x: torch.Tensor) -> Any:
+        if owner is not mine:
+            return moved(owner, x)
         try:
             return first(layer, x)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow

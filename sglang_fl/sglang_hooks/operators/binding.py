@@ -12,7 +12,7 @@ import torch
 
 from sglang_fl.dispatch import OpImpl, dispatch_log, get_manager
 from sglang_fl.selection import Selection
-from sglang_fl.sglang_hooks.operators.bridge import Connection, Method, forward_of
+from sglang_fl.sglang_hooks.operators.bridge import Connection, Method, Owner, moved
 from sglang_fl.sglang_hooks.operators.own_method import is_own_method, own_method
 from sglang_fl.sglang_hooks.operators.table import Bridged
 
@@ -63,7 +63,8 @@ class Binder:
         self._report(name, describe(row.op_name, bound.impl, bound.selection))
         if is_own_method(bound.impl):
             return own
-        return forward_of(layer, bridge.make(Connection(layer, subject, bound, own)))
+        owner = Owner(layer)
+        return owner.bind(bridge.make(Connection(owner, subject, bound, own)))
 
     def _report(self, name: str, line: str) -> None:
         """Log what a class got, once per class and outcome; INFO on rank 0, DEBUG on the others."""
@@ -79,24 +80,18 @@ def first_call(layer: Any, row: Bridged, own: Method, binder: Binder) -> Method:
 
     Not earlier: SGLang dispatches in the base class's constructor, before the layer has its attributes.
     """
-    bound: Method | None = None
+    mine, bound = Owner(layer), None
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(owner: Owner, *args: Any, **kwargs: Any) -> Any:
         nonlocal bound
+        if owner is not mine:
+            return moved(owner, *args, **kwargs)
         if bound is None:
             bound = binder.bind(row, layer, own, args, kwargs)
-            _replace(layer, first, bound)
+            mine.replace(bound)
         return bound(*args, **kwargs)
 
-    first = forward_of(layer, forward)
-    return first
-
-
-def _replace(layer: Any, first: Method, bound: Method) -> None:
-    # While SGLang compiles a layer it keeps the method that it will put back in the second attribute.
-    for name in ("_forward_method", "_original_forward_method"):
-        if vars(layer).get(name) is first:
-            setattr(layer, name, bound)
+    return mine.bind(forward)
 
 
 def describe(op_name: str, impl: OpImpl, selection: Selection) -> str:

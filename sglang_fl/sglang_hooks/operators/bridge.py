@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,18 +17,63 @@ Obstacle = Callable[[Any, Any, Method], str]
 OWN = object()
 
 
+class Owner:
+    """Whose ``_forward_method`` a function of ours is: the object that the function is bound to, as a method.
+
+    ``copy.deepcopy`` and ``pickle`` take a bound method along with what it is bound to. A copy of a layer so gets the
+    same function with another owner, by which the function knows that it must not answer: what it holds belongs to the
+    layer that was copied. From ``pickle`` it gets :attr:`forward`.
+    """
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __reduce__(self) -> tuple[type[Owner], tuple[Any]]:
+        return Owner, (self.layer,)
+
+    @property
+    def forward(self) -> Method:
+        """What SGLang's constructor puts into ``_forward_method``."""
+        method: Method = self.layer.dispatch_forward()
+        return method
+
+    def bind(self, function: Method) -> Method:
+        """``function``, whose first parameter is the owner, for the layer's ``_forward_method``."""
+        return MethodType(function, self)
+
+    def replace(self, method: Method) -> None:
+        """Put ``method`` wherever the layer has a function of this owner's.
+
+        While SGLang compiles a layer, it keeps the method that it will put back in the second attribute.
+        """
+        for name in ("_forward_method", "_original_forward_method"):
+            if getattr(vars(self.layer).get(name), "__self__", None) is self:
+                setattr(self.layer, name, method)
+
+
+def moved(owner: Owner, *args: Any, **kwargs: Any) -> Any:
+    """The first call of a copied layer: it decides for itself."""
+    method = owner.forward
+    owner.replace(method)
+    return method(*args, **kwargs)
+
+
 class Connection:
     """One layer and what was bound for it; what a bridge's ``forward`` is made from.
 
     Attributes:
+        owner: the function answers to this one only, and leaves all others to :func:`moved`.
         layer: SGLang's layer.
         subject: what the implementation gets as its first argument.
         first: the bound implementation, called with the operator's standard arguments.
         own: SGLang's own method for the platform, bound to the layer, for whatever the standard signature lacks.
     """
 
-    def __init__(self, layer: Any, subject: Any, bound: Bound, own: Method) -> None:
-        self.layer = layer
+    def __init__(self, owner: Owner, subject: Any, bound: Bound, own: Method) -> None:
+        self.owner = owner
+        self.layer = owner.layer
         self.subject = subject
         self.first = bound.call.first
         self.own = own
@@ -66,7 +111,7 @@ class Bridge:
     Attributes:
         op_name: the operator.
         parameters: those of the class's ``forward_*`` methods behind self, as Python writes them without annotations.
-        make: gives the function that runs one layer; it has these parameters.
+        make: gives the function that runs one layer; it has these parameters behind the owner.
         obstacle: why a layer keeps SGLang's own method for good, given it, the subject and that method; "" if nothing
             speaks against the bridge. Asked at the layer's first call, when all its attributes are there.
         subject: what the implementation gets as its first argument, given the layer and the first call's arguments.
@@ -79,32 +124,6 @@ class Bridge:
     obstacle: Obstacle = _no_obstacle
     subject: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] = _the_layer
     input_dtype: Callable[[Sequence[Any], Mapping[str, Any]], torch.dtype | None] = _first_floating
-
-
-class Forward(functools.partial[Any]):
-    """What stands in a layer's ``_forward_method``, in the place of one of SGLang's bound methods.
-
-    A copy of the layer, by ``copy.deepcopy`` or ``pickle``, decides anew: a bound implementation, and what it holds of
-    the layer, belong to one layer in one process. A partial, since nothing written in Python is called as fast.
-    """
-
-    layer: Any
-
-    def __reduce__(self) -> tuple[Callable[[Any], Method], tuple[Any]]:
-        return dispatch_again, (self.layer,)
-
-
-def forward_of(layer: Any, function: Method) -> Forward:
-    """``function``, which holds on to ``layer``, as the layer's ``_forward_method``."""
-    forward = Forward(function)
-    forward.layer = layer
-    return forward
-
-
-def dispatch_again(layer: Any) -> Method:
-    """What SGLang's constructor puts into ``_forward_method``."""
-    method: Method = layer.dispatch_forward()
-    return method
 
 
 def first_of(obstacles: Sequence[Callable[..., str]], *arguments: Any) -> str:

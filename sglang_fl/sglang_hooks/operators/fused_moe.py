@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Obstacle, first_of
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Obstacle, Owner, first_of, moved
 
 # The methods of SGLang that hand routed_scaling_factor to the runner; with the others the model multiplies itself.
 _RUNS_RUNNER = frozenset({"forward_cuda", "forward_hip", "forward_musa", "forward_xpu"})
@@ -108,7 +108,8 @@ def _make(connection: Connection) -> Method:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput, StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    experts, first, own, recover = connection.subject, connection.first, connection.own, connection.recover
+    mine, experts, first = connection.owner, connection.subject, connection.first
+    own, recover = connection.own, connection.recover
     # Looked up in every call: a weight update may replace the parameters.
     parameters = experts._parameters
     config = connection.layer.moe_runner_config
@@ -126,18 +127,19 @@ def _make(connection: Connection) -> Method:
             and type(dispatch_output.topk_output) is StandardTopKOutput
         )
 
-    def forward(layer: Any, dispatch_output: Any) -> Any:
+    def forward(owner: Owner, layer: Any, dispatch_output: Any) -> Any:
+        if owner is not mine:
+            return moved(owner, layer, dispatch_output)
         if not is_standard(layer, dispatch_output):
             return own(layer, dispatch_output)
         weights, ids, _ = dispatch_output.topk_output
         w13, w2 = parameters["w13_weight"], parameters["w2_weight"]
         arguments = (layer, dispatch_output.hidden_states, w13, w2, weights, ids)
-        biases = {"w13_bias": parameters.get("w13_weight_bias"), "w2_bias": parameters.get("w2_weight_bias")}
-        named = {**options, **biases}
+        w13_bias, w2_bias = parameters.get("w13_weight_bias"), parameters.get("w2_weight_bias")
         try:
-            output = first(*arguments, **named)
+            output = first(*arguments, w13_bias=w13_bias, w2_bias=w2_bias, **options)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            output = recover(error, arguments, named)
+            output = recover(error, arguments, {"w13_bias": w13_bias, "w2_bias": w2_bias, **options})
             if output is OWN:
                 return own(layer, dispatch_output)
         return StandardCombineInput(hidden_states=output)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Owner, moved
 
 _PARAMETERS = ("x", "residual=None", "post_residual_addition=None")
 _MODES = "sglang.srt.batch_invariant_ops.batch_invariant_ops"
@@ -27,12 +27,18 @@ def _make(connection: Connection) -> Method:
     ``post_residual_addition`` and other numbers of dimensions are SGLang's own method's: a sum of three terms rounds
     differently on different platforms, and only its method knows whether it reshapes.
     """
-    layer, first, own, recover = connection.layer, connection.first, connection.own, connection.recover
+    mine, layer, first = connection.owner, connection.layer, connection.first
+    own, recover = connection.own, connection.recover
     modes = sys.modules[_MODES]
 
     def forward(
-        x: torch.Tensor, residual: torch.Tensor | None = None, post_residual_addition: torch.Tensor | None = None
+        owner: Owner,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        post_residual_addition: torch.Tensor | None = None,
     ) -> Any:
+        if owner is not mine:
+            return moved(owner, x, residual, post_residual_addition)
         if post_residual_addition is not None or x.ndim != 2 or modes._batch_invariant_MODE:
             return own(x, residual, post_residual_addition)
         try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, first_of
+from sglang_fl.sglang_hooks.operators.bridge import OWN, Bridge, Connection, Method, Owner, first_of, moved
 
 SCORING_FUNCTIONS = ("softmax", "sigmoid")
 
@@ -98,49 +99,69 @@ def _make(connection: Connection) -> Method:
     """
     from sglang.srt.layers.moe import topk
 
-    layer, first, own, recover = connection.layer, connection.first, connection.own, connection.recover
-    config = layer.topk_config
-    top_k, options = config.top_k, standard_options(config)
+    mine, layer, first = connection.owner, connection.layer, connection.first
+    own, recover = connection.own, connection.recover
+    config, layer_id, top_k = layer.topk_config, layer.layer_id, layer.topk_config.top_k
+    options = standard_options(config)
+    choose = partial(first, **options) if options else first
     masks_padding: bool = topk._is_cuda
 
     def forward(
+        owner: Owner,
         hidden_states: torch.Tensor,
         router_logits: torch.Tensor,
         *,
         num_token_non_padded: torch.Tensor | None = None,
         expert_location_dispatch_info: Any = None,
     ) -> Any:
-        around = {
-            "num_token_non_padded": num_token_non_padded,
-            "expert_location_dispatch_info": expert_location_dispatch_info,
-        }
-        is_padded = num_token_non_padded is not None and not masks_padding
-        if is_padded or expert_location_dispatch_info is not None:
-            return own(hidden_states, router_logits, **around)
-        named = {"correction_bias": config.correction_bias, **options}
+        if owner is not mine:
+            return moved(
+                owner,
+                hidden_states,
+                router_logits,
+                num_token_non_padded=num_token_non_padded,
+                expert_location_dispatch_info=expert_location_dispatch_info,
+            )
+        if expert_location_dispatch_info is not None or (num_token_non_padded is not None and not masks_padding):
+            return run_own(hidden_states, router_logits, num_token_non_padded, expert_location_dispatch_info)
+        # The bias may be replaced.
+        bias = config.correction_bias
         try:
-            chosen = first(layer, router_logits, top_k, **named)
+            chosen = choose(layer, router_logits, top_k, correction_bias=bias)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            chosen = recover(error, (layer, router_logits, top_k), named)
+            chosen = recover(error, (layer, router_logits, top_k), {"correction_bias": bias, **options})
             if chosen is OWN:
-                return own(hidden_states, router_logits, **around)
+                return run_own(hidden_states, router_logits, num_token_non_padded, None)
         weights, ids = chosen
         ids, weights = topk._post_process_topk_ids(
             topk_ids=ids,
             topk_weights=weights,
             topk_config=config,
             router_logits=router_logits,
-            layer_id=layer.layer_id,
-            **around,
+            layer_id=layer_id,
+            num_token_non_padded=num_token_non_padded,
         )
         topk.get_global_expert_distribution_recorder().on_select_experts(topk_ids=ids)
         return topk.StandardTopKOutput(weights, ids, router_logits)
 
+    def run_own(hidden_states: Any, router_logits: Any, padding: Any, location: Any) -> Any:
+        return own(hidden_states, router_logits, num_token_non_padded=padding, expert_location_dispatch_info=location)
+
     return forward
 
 
+# What the operator takes for granted where a parameter is left out.
+_DEFAULTS = {
+    "renormalize": True,
+    "scoring_func": "softmax",
+    "num_expert_group": None,
+    "topk_group": None,
+    "routed_scaling_factor": None,
+}
+
+
 def standard_options(config: Any) -> dict[str, Any]:
-    """SGLang's TopKConfig as the keyword arguments of the operator, without the bias, which may be replaced.
+    """SGLang's TopKConfig as keyword arguments of the operator: what differs from its defaults, without the bias.
 
     SGLang scores groups by softmax without a bias and by sigmoid with one, whatever ``scoring_func`` says.
     """
@@ -148,13 +169,14 @@ def standard_options(config: Any) -> dict[str, Any]:
     if config.use_grouped_topk:
         scoring_func = "softmax" if config.correction_bias is None else "sigmoid"
     factor = config.routed_scaling_factor if config.apply_routed_scaling_factor_on_output else None
-    return {
+    options = {
         "renormalize": config.renormalize,
         "scoring_func": scoring_func,
         "num_expert_group": config.num_expert_group if config.use_grouped_topk else None,
         "topk_group": config.topk_group if config.use_grouped_topk else None,
         "routed_scaling_factor": factor,
     }
+    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
 
 
 TOPK = Bridge(
