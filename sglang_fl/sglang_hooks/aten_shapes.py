@@ -84,7 +84,8 @@ def record(model: str, device: str) -> CaseFile:
     """
     if device == "cpu":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # Calls of compiled functions cannot be seen.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from sglang_fl.aten.sweep.cases import CaseFile
     from sglang_fl.aten.sweep.recorder import Recorder
 

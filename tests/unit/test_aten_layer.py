@@ -1,0 +1,387 @@
+"""Layer 1 against the real flag_gems, without a GPU: lists, profiles, registration, records; other versions' forms."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_fl.aten import gems
+from sglang_fl.aten.layer import AtenError, before_import, is_asked_for
+from sglang_fl.aten.records import path_of_rank
+from sglang_fl.config import load_settings
+
+_LIMIT_S = 180.0
+# FlagGems asks for a GPU while it is imported; kernels are registered without one, and never run here.
+_PRETEND = """
+import json, sys
+from sglang_fl.testing.interpreted_flag_gems import pretend_a_hopper_gpu
+pretend_a_hopper_gpu()
+import torch
+from sglang_fl.aten.layer import switch_on
+from sglang_fl.config import load_settings
+def owner(name):
+    '''Where the CUDA kernel of an operator was registered.'''
+    lines = torch._C._dispatch_dump(name).splitlines()
+    return next(line for line in lines if line.startswith("CUDA: "))
+"""
+
+_PLANS = """
+from dataclasses import asdict
+from sglang_fl.aten.gems import load
+from sglang_fl.aten.plan import make_plan
+gems = load()
+answers = {}
+for name, (variables, platform) in json.loads(sys.argv[1]).items():
+    answers[name] = asdict(make_plan(load_settings(variables, platform), gems))
+about = {"version": gems.version, "vendor": gems.vendor, "device": gems.device, "key": gems.dispatch_key}
+about |= {"names": sorted(gems.names()), "keys": len(gems.entries), "excluded": sorted(gems.default_exclusions())}
+print(json.dumps({"plans": answers, "gems": about}))
+"""
+
+YAML_BLACKLIST = "flagos_blacklist: [mul, sub]\n"
+YAML_WHITELIST = "flagos_whitelist: [mul, sub]\n"
+
+
+def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A Python process with ``variables`` on top of this one's."""
+    environment = os.environ | variables
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> Any:
+    """What the process printed last, as JSON."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Plans of many settings, made by one process that has the real flag_gems."""
+    folder = tmp_path_factory.mktemp("yaml")
+    (folder / "black.yaml").write_text(YAML_BLACKLIST)
+    (folder / "white.yaml").write_text(YAML_WHITELIST)
+    black, white = str(folder / "black.yaml"), str(folder / "white.yaml")
+    full = {"SGLANG_FL_FLAGOS_PROFILE": "full"}
+    verified = {"SGLANG_FL_FLAGOS_VERIFIED": "softmax,embedding,mul"}
+    asked: dict[str, tuple[Mapping[str, str], str | None]] = {
+        "full": (full, None),
+        "full less a list": (full | {"SGLANG_FL_FLAGOS_BLACKLIST": "mul,div"}, None),
+        "full less YAML": (full | {"SGLANG_FL_CONFIG": black}, None),
+        "verified": (verified, None),
+        "verified less a list": (verified | {"SGLANG_FL_FLAGOS_BLACKLIST": "mul"}, None),
+        "white in the environment, black in YAML": (
+            {"SGLANG_FL_FLAGOS_WHITELIST": "mul", "SGLANG_FL_CONFIG": black}, None
+        ),
+        "black in the environment, white in YAML": (
+            full | {"SGLANG_FL_FLAGOS_BLACKLIST": "mul", "SGLANG_FL_CONFIG": white}, None
+        ),
+        "white list and profile": (verified | {"SGLANG_FL_FLAGOS_WHITELIST": "cat"}, None),
+        "typos": (full | {"SGLANG_FL_FLAGOS_BLACKLIST": "masked_filll,mul"}, None),
+        "ATen's spellings": ({"SGLANG_FL_FLAGOS_WHITELIST": "div.Tensor,_softmax,_to_copy,zeros"}, None),
+    }  # fmt: skip
+    return answer(run(_PRETEND + _PLANS, json.dumps(asked)))
+
+
+class TestPlan:
+    """Which operators are replaced."""
+
+    def test_flag_gems_is_read(self, real: Any) -> None:
+        """Given the real package, when it is loaded, then its list and its device are there."""
+        gems = real["gems"]
+        assert (gems["vendor"], gems["device"], gems["key"]) == ("nvidia", "cuda", "CUDA")
+        assert gems["keys"] > 400
+        assert {"softmax", "mm", "true_divide", "count_nonzero"} <= set(gems["names"])
+
+    def test_full_is_everything_less_flag_gems_own_exclusions(self, real: Any) -> None:
+        """Given profile full, then every function is replaced but those that FlagGems leaves out itself."""
+        plan = real["plans"]["full"]
+        assert plan["is_everything"]
+        assert plan["names"] == sorted(set(real["gems"]["names"]) - set(real["gems"]["excluded"]))
+
+    def test_a_black_list_takes_away_and_its_aten_names_mean_all_functions(self, real: Any) -> None:
+        """Given mul and div, when full, then mul and every function of ATen's div are left out."""
+        plan = real["plans"]["full less a list"]
+        assert {"mul", "true_divide", "div_mode"} <= set(plan["left_out"])
+        assert not {"mul", "true_divide", "div_mode"} & set(plan["names"])
+        # The in-place operator has a name of its own.
+        assert "mul_" in plan["names"]
+        assert "SGLANG_FL_FLAGOS_BLACKLIST" in plan["chosen_by"]
+
+    def test_a_black_list_in_yaml_counts(self, real: Any) -> None:
+        """Given flagos_blacklist in the user's file, when full, then its names are left out."""
+        assert {"mul", "sub"} <= set(real["plans"]["full less YAML"]["left_out"])
+
+    def test_verified_is_its_list(self, real: Any) -> None:
+        """Given three verified names, then those are replaced, and the report names where they come from."""
+        plan = real["plans"]["verified"]
+        assert plan["names"] == ["embedding", "mul", "softmax"]
+        assert plan["chosen_by"] == "profile verified (SGLANG_FL_FLAGOS_VERIFIED)"
+        assert real["plans"]["verified less a list"]["names"] == ["embedding", "softmax"]
+
+    def test_a_white_list_in_the_environment_beats_a_black_list_in_yaml(self, real: Any) -> None:
+        """Given mul white in the environment and black in YAML, then mul is replaced, and only mul."""
+        assert real["plans"]["white in the environment, black in YAML"]["names"] == ["mul"]
+
+    def test_a_black_list_in_the_environment_beats_a_white_list_in_yaml(self, real: Any) -> None:
+        """Given the reverse, then the profile counts less the black list."""
+        plan = real["plans"]["black in the environment, white in YAML"]
+        assert "mul" not in plan["names"]
+        assert "sub" in plan["names"]
+        assert plan["is_everything"]
+
+    def test_an_explicit_white_list_beats_the_profile(self, real: Any) -> None:
+        """Given a profile's list and a white list, then the white list alone counts."""
+        assert real["plans"]["white list and profile"]["names"] == ["cat"]
+
+    def test_a_typo_gets_a_suggestion_and_the_rest_counts(self, real: Any) -> None:
+        """Given masked_filll, then the text asks for masked_fill, and mul is left out all the same."""
+        plan = real["plans"]["typos"]
+        (text,) = plan["unknown"]
+        assert "SGLANG_FL_FLAGOS_BLACKLIST" in text
+        assert "Did you mean 'masked_fill'?" in text
+        assert "mul" in plan["left_out"]
+        assert "masked_fill" in plan["names"]
+
+    def test_atens_own_spellings_are_understood(self, real: Any) -> None:
+        """Given keys of ATen, then FlagGems' functions of them are meant; a function's own name means only itself."""
+        assert real["plans"]["ATen's spellings"]["names"] == ["softmax", "to_copy", "true_divide", "zeros"]
+
+
+_SWITCH = """
+from dataclasses import asdict
+settings = load_settings()
+first, second = switch_on(settings), switch_on(settings)
+assert first is second
+report = asdict(first)
+print(json.dumps(report | {"owners": {name: owner("aten::" + name) for name in sys.argv[1:]}}))
+"""
+
+
+class TestSwitchOn:
+    """FlagGems' operators under PyTorch's."""
+
+    def test_only_the_verified_ones_are_replaced_once(self) -> None:
+        """Given two names, when switched on twice, then PyTorch has FlagGems' kernels for those and its own for mm."""
+        variables = {"SGLANG_FL_FLAGOS_VERIFIED": "cumsum,embedding,no_such_operator"}
+        found = answer(run(_PRETEND + _SWITCH, "cumsum", "embedding", "mm", **variables))
+        assert found["is_on"]
+        assert "profile verified (SGLANG_FL_FLAGOS_VERIFIED) replaces 2 operators" in found["reason"]
+        assert any("no_such_operator" in text for text in found["warnings"])
+        assert is_flag_gems(found["owners"]["cumsum"])
+        assert is_flag_gems(found["owners"]["embedding"])
+        assert not is_flag_gems(found["owners"]["mm"])
+
+    def test_full_replaces_all_but_the_black_list(self) -> None:
+        """Given full less mm, when switched on, then mm stays PyTorch's and hundreds of others are FlagGems'."""
+        variables = {"SGLANG_FL_FLAGOS_PROFILE": "full", "SGLANG_FL_FLAGOS_BLACKLIST": "mm"}
+        found = answer(run(_PRETEND + _SWITCH, "add.Tensor", "mm", **variables))
+        assert is_flag_gems(found["owners"]["add.Tensor"])
+        assert not is_flag_gems(found["owners"]["mm"])
+        assert "left to PyTorch: mm" in found["reason"]
+
+    def test_an_unknown_name_is_an_error_where_nothing_may_fall_back(self) -> None:
+        """Given a typo and strict, when switched on, then the error names it."""
+        variables = {"SGLANG_FL_FLAGOS_WHITELIST": "mull", "SGLANG_FL_STRICT": "1"}
+        done = run(_PRETEND + _SWITCH, **variables)
+        assert done.returncode != 0
+        assert "no operator 'mull'" in done.stderr
+
+    def test_a_white_list_of_unknown_names_is_off_with_its_reason(self) -> None:
+        """Given only a typo, when switched on, then the layer is off and says why."""
+        found = answer(run(_PRETEND + _SWITCH, "mul.Tensor", SGLANG_FL_FLAGOS_WHITELIST="mull"))
+        assert not found["is_on"]
+        assert "leaves no operator to replace" in found["reason"]
+        assert not is_flag_gems(found["owners"]["mul.Tensor"])
+
+
+def is_flag_gems(owner: str) -> bool:
+    """Whether the line of PyTorch's dispatch table names a registration from Python."""
+    return "RegisterCUDA" not in owner
+
+
+_RECORD = """
+import logging
+outcome = switch_on(load_settings())
+assert outcome.is_on, outcome
+for name in ("flag_gems.ops.add", "flag_gems.fused.silu_and_mul", "flag_gems.ops.add", "flag_gems.ops.cumsum"):
+    logging.getLogger(name).debug("GEMS CALL")
+hopper = [n for n in logging.root.manager.loggerDict if n.startswith("hopper.ops.")]
+for name in hopper:
+    logging.getLogger(name).debug("GEMS CALL")
+print(json.dumps({"hopper": hopper, "reason": outcome.reason, "warnings": outcome.warnings}))
+"""
+
+
+class TestRecords:
+    """SGLANG_FLAGGEMS_RECORD."""
+
+    @pytest.mark.parametrize(("once", "adds"), [("1", 1), ("0", 2)])
+    def test_only_aten_operators_are_recorded(self, tmp_path: Path, once: str, adds: int) -> None:
+        """Given records on, when kernels of both layers log, then layer 1's are in the file, also the chip's own."""
+        path = tmp_path / "gems_aten.txt"
+        found = answer(
+            run(
+                _PRETEND + _RECORD,
+                SGLANG_FL_FLAGOS_WHITELIST="cumsum",
+                SGLANG_FLAGGEMS_RECORD="1",
+                SGLANG_FLAGGEMS_LOG_PATH=str(path),
+                SGLANG_FLAGGEMS_LOG_ONCE=once,
+            )
+        )
+        lines = path.read_text().splitlines()
+        assert sum("flag_gems.ops.add" in line for line in lines) == adds
+        assert lines[0] == "[DEBUG] flag_gems.ops.add.<module>: GEMS CALL"
+        assert not any("silu_and_mul" in line for line in lines)
+        assert found["hopper"]
+        assert all(any(name in line for line in lines) for name in found["hopper"])
+
+    def test_without_records_no_file_is_made_and_no_logger_is_changed(self, tmp_path: Path) -> None:
+        """Given records off, when switched on, then FlagGems' logger has no handler and writes nothing."""
+        script = _PRETEND + _RECORD.replace("print(", "assert not logging.getLogger('flag_gems').handlers; print(")
+        answer(run(script, SGLANG_FL_FLAGOS_WHITELIST="cumsum", HOME=str(tmp_path)))
+        assert not list(tmp_path.rglob("*.log"))
+
+    def test_a_file_that_cannot_be_written_is_reported_and_the_layer_is_on(self, tmp_path: Path) -> None:
+        """Given a path in a folder that does not exist, when switched on, then the report says so."""
+        path = tmp_path / "missing" / "x.txt"
+        variables = {"SGLANG_FLAGGEMS_RECORD": "1", "SGLANG_FLAGGEMS_LOG_PATH": str(path)}
+        found = answer(run(_PRETEND + _RECORD, SGLANG_FL_FLAGOS_WHITELIST="cumsum", **variables))
+        assert "SGLANG_FLAGGEMS_LOG_PATH" in found["warnings"][0]
+        assert "No such file or directory" in found["warnings"][0]
+
+    def test_other_ranks_write_beside_it(self) -> None:
+        """Given ranks 0 and 3, then the names are PATH and PATH.rank3."""
+        assert [path_of_rank(Path("/tmp/x.txt"), rank).name for rank in (0, 3)] == ["x.txt", "x.txt.rank3"]
+
+
+# Stand-ins for versions that are not installed: only the form of what layer 1 touches.
+_REGISTER = """
+def _register(lib, wanted):
+    for key, function, *rest in _FULL_CONFIG:
+        if function.__name__ in wanted and (not rest or rest[0] is None or rest[0]()): lib.impl(key, function, "CUDA")
+def enable(lib=None, unused=None, registrar=None, record=False, once=False, path=None):
+    _register(lib, {function.__name__ for _, function, *_ in _FULL_CONFIG} - set(unused))
+def only_enable(lib=None, include=None, registrar=None, record=False, once=False, path=None):
+    _register(lib, include)
+"""
+_CONFIG = """
+__version__ = {version!r}
+def mul(a, b): return a
+def cumsum(a, dim, *, dtype=None): return a
+def never(a): return a
+_FULL_CONFIG = (("mul.Tensor", mul), ("cumsum", cumsum{extra}), ("relu", never, lambda: False))
+"""
+_DETECTOR = "class DeviceDetector:\n    vendor_name, name, dispatch_key = 'nvidia', 'cuda', 'CUDA'\n"
+
+
+def write_version(folder: Path, version: str, detector: str, extra: str = "", more: str = "") -> None:
+    """A package flag_gems with DeviceDetector in ``flag_gems.runtime.backend.<detector>``."""
+    backend = folder / "flag_gems" / "runtime" / "backend"
+    backend.mkdir(parents=True)
+    (folder / "flag_gems" / "__init__.py").write_text(_CONFIG.format(version=version, extra=extra) + _REGISTER + more)
+    (backend.parent / "__init__.py").touch()
+    (backend / "__init__.py").touch()
+    (backend / f"{detector}.py").write_text(_DETECTOR)
+
+
+class TestVersions:
+    """Versions whose parts lie elsewhere, and none that works."""
+
+    @pytest.mark.parametrize(
+        ("version", "detector", "extra"),
+        [("4.2.1rc0", "device", ""), ("5.3.4", "device_finder", ", None, ('AutogradCUDA',)")],
+    )
+    def test_older_and_newer_forms_are_understood(
+        self, tmp_path: Path, version: str, detector: str, extra: str
+    ) -> None:
+        """Given DeviceDetector in either place and entries of either form, when switched on, then both are replaced."""
+        write_version(tmp_path, version, detector, extra)
+        script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + _PRETEND + _SWITCH
+        found = answer(run(script, "mul.Tensor", "cumsum", "relu", SGLANG_FL_FLAGOS_PROFILE="full"))
+        assert found["reason"].startswith(f"FlagGems {version} on nvidia: profile full")
+        assert "replaces 2 operators (2 ATen overloads)" in found["reason"]
+        assert is_flag_gems(found["owners"]["cumsum"])
+        assert not is_flag_gems(found["owners"]["relu"])
+
+    @pytest.mark.parametrize(
+        ("more", "reason"),
+        [
+            ("raise RuntimeError('No device were detected on your machine !')", "finds no device that it knows here"),
+            ("import no_such_package", "flag_gems lacks a package: No module named 'no_such_package'"),
+            ("raise OSError('libcuda.so.1: cannot open')", "cannot be imported: OSError: libcuda.so.1"),
+            ("del _FULL_CONFIG", "has not the list that sglang_fl knows"),
+            ("def enable(**_): raise ValueError('half done')", "failed while it registered: ValueError: half done"),
+        ],
+    )
+    def test_a_broken_one_is_off_with_its_reason(self, tmp_path: Path, more: str, reason: str) -> None:
+        """Given a flag_gems that fails, when switched on, then the layer is off with the reason, and nothing raises."""
+        write_version(tmp_path, "5.0.2", "device", more=more)
+        script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + _PRETEND + _SWITCH
+        found = answer(run(script, "cumsum", SGLANG_FL_FLAGOS_PROFILE="full"))
+        assert not found["is_on"]
+        assert reason in found["reason"]
+        assert not is_flag_gems(found["owners"]["cumsum"])
+
+    def test_an_operator_that_is_not_registered_is_reported(self, tmp_path: Path) -> None:
+        """Given a FlagGems that passes over an operator in silence, when switched on, then it is named."""
+        more = "def enable(lib=None, **_): lib.impl('cumsum', cumsum, 'CUDA')\n"
+        write_version(tmp_path, "5.0.2", "device", more=more)
+        script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + _PRETEND + _SWITCH
+        found = answer(run(script, "cumsum", "mul.Tensor", SGLANG_FL_FLAGOS_PROFILE="full"))
+        assert found["is_on"]
+        assert any("did not register mul.Tensor; PyTorch's own" in text for text in found["warnings"])
+        assert "(1 ATen overloads)" in found["reason"]
+        assert not is_flag_gems(found["owners"]["mul.Tensor"])
+
+
+class TestBeforeImport:
+    """What is said when the plugin is loaded."""
+
+    @pytest.mark.parametrize(
+        ("variables", "platform", "reason"),
+        [
+            ({"USE_FLAGGEMS": "0"}, "cuda", "USE_FLAGGEMS switches it off"),
+            ({}, "cpu", "runs on the CPU"),
+            ({}, None, "no operator has been verified on this platform; SGLANG_FL_FLAGOS_PROFILE=full"),
+        ],
+    )
+    def test_off_with_its_reason(self, variables: dict[str, str], platform: str | None, reason: str) -> None:
+        """Given a switch, a platform without a device, or one without a list, then the layer is off and says why."""
+        outcome = before_import(load_settings(variables, None), platform)
+        assert not outcome.is_on
+        assert reason in outcome.reason
+
+    def test_nothing_is_imported(self) -> None:
+        """Given a profile, when the plugin asks, then the answer is on, and flag_gems is not imported for it."""
+        script = (
+            "import sys\nfrom sglang_fl.aten.layer import before_import\nfrom sglang_fl.config import load_settings\n"
+            "print(before_import(load_settings(), 'cuda').reason); assert 'flag_gems' not in sys.modules"
+        )
+        done = run(script, SGLANG_FL_FLAGOS_PROFILE="full")
+        assert done.returncode == 0, done.stderr
+        assert "profile full; in processes that run a model" in done.stdout
+
+    def test_not_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Given no flag_gems, then the layer is off, and strict makes it an error where it was asked for."""
+        monkeypatch.setattr(gems, "is_installed", lambda: False)
+        asked = {"SGLANG_FL_FLAGOS_PROFILE": "full"}
+        assert "not installed" in before_import(load_settings(asked, None), "cuda").reason
+        with pytest.raises(AtenError, match=r"not installed.*SGLANG_FL_STRICT makes that an error"):
+            before_import(load_settings(asked | {"SGLANG_FL_STRICT": "1"}, None), "cuda")
+        # On by default is not asked for: strict is often set for the other layers.
+        assert not before_import(load_settings({"SGLANG_FL_STRICT": "1"}, "cuda"), "cuda").is_on
+
+    def test_what_counts_as_asked_for(self) -> None:
+        """Given nothing, a platform's list, or a user's own setting, then only the last is asked for."""
+        assert not is_asked_for(load_settings({}, "cuda"))
+        assert is_asked_for(load_settings({"USE_FLAGGEMS": "1"}, "cuda"))
+        assert is_asked_for(load_settings({"SGLANG_FL_FLAGOS_WHITELIST": "mul"}, "cuda"))
+        assert not is_asked_for(load_settings({"USE_FLAGGEMS": "0"}, "cuda"))
