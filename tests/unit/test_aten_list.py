@@ -1,0 +1,56 @@
+"""The platforms' lists of verified operators against the stored tables that they come from."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from sglang_fl.aten.layer import STORED_TABLES
+from sglang_fl.aten.sweep.results import ALLOWED_RATIO, Table
+from sglang_fl.config import CHIPS, load_settings
+from sglang_fl.config.loader import CONFIG_DIR
+
+PLATFORMS = {chip.defaults_file: chip.platform for chip in CHIPS if chip.defaults_file}
+
+
+@pytest.mark.parametrize("defaults_file", sorted(PLATFORMS))
+def test_a_list_is_what_its_table_found_good(defaults_file: str) -> None:
+    """Given a platform's YAML, then its list is its table's good operators; without a table there is no list."""
+    verified = load_settings({}, PLATFORMS[defaults_file]).aten.verified
+    table_file = STORED_TABLES.get(defaults_file)
+    if table_file is None or not table_file.exists():
+        assert verified == (), f"{defaults_file} has a list without a table: aten-sweep --write-list makes both agree"
+        return
+    table = Table.read(table_file)
+    assert list(verified) == table.verified(), f"aten-sweep --write-list {defaults_file} --table {table_file}"
+    comment = " ".join((CONFIG_DIR / defaults_file).read_text().replace("#", " ").split())
+    for name in ("flag_gems", "card"):
+        assert table.origin[name] in comment
+
+
+def test_the_stored_verdicts_are_those_of_the_rule() -> None:
+    """Given the stored tables, then their column of reasons is what their own numbers give."""
+    for table_file in STORED_TABLES.values():
+        if not table_file.exists():
+            continue
+        table = Table.read(table_file)
+        verified = set(table.verified())
+        for row, result in zip(rows(table_file), table.results, strict=True):
+            assert row["excluded_because"] == result.verdict()
+            if result.function in verified and not result.own_failure:
+                assert result.ratio <= ALLOWED_RATIO
+                assert result.gems_error <= result.allowed_error
+
+
+def test_every_table_belongs_to_a_platform() -> None:
+    """Given the tables, then each is named for a platform's YAML that exists."""
+    assert STORED_TABLES.keys() <= PLATFORMS.keys()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """The lines of a table as they are written."""
+    with path.open(newline="") as file:
+        file.readline()
+        return list(csv.DictReader(file))
