@@ -157,7 +157,7 @@ def _register(gems: flag_gems.Gems, plan: Plan) -> tuple[list[str], list[str]]:
     library = _library = _CountingLibrary()
     with warnings.catch_warnings():
         # PyTorch warns of each kernel that is put over another; that is what is wanted here.
-        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         if plan.is_everything:
             gems.module.enable(lib=library, unused=list(plan.left_out))
         else:

@@ -63,13 +63,19 @@ def has_shown_default(field: Field) -> bool:
     return field.default not in (None, ())
 
 
+# A longer default of a platform is left to its file.
+_LONGEST_DEFAULT = 60
+
+
 def _defaults(field: Field) -> str:
     """The default in words, with what the platforms' files hold instead."""
     words = [field.type.to_text(field.default)]
     for chip in CHIPS:
         settings = load_settings({}, chip.platform)
         if settings.source(field.name).kind is SourceKind.PLATFORM and field.name != "system.platform":
-            words.append(f"{settings.text(field.name)} on {chip.platform}")
+            text = settings.text(field.name)
+            shown = text if len(text) <= _LONGEST_DEFAULT else f"the list of {chip.defaults_file}"
+            words.append(f"{shown} on {chip.platform}")
     return ", ".join(words)
 
 
