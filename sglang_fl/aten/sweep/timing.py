@@ -17,7 +17,7 @@ Run = Callable[[], Any]
 Context = Callable[[], AbstractContextManager[None]]
 Side = tuple[Run, Context]
 # One capture holds as many calls, so that the start of a replay does not count.
-_CALLS_IN_GRAPH = 20
+_CALLS_IN_GRAPH = 50
 _WARM_UP_CALLS = 3
 _HOST_CALLS, _HOST_ROUNDS = 20, 5
 _LEAST_PAIRS, _MOST_PAIRS = 9, 41
@@ -28,7 +28,8 @@ _SECONDS_FOR_PAIRS = 0.15
 class Times:
     """Microseconds a call; ``ratio`` is the median of FlagGems' over PyTorch's, pair by pair.
 
-    how: ``graph``, or ``eager`` where PyTorch's own call cannot be captured: between events, host time included.
+    how: ``graph``, or ``eager`` where PyTorch's own call cannot be captured: between events, host time included; or
+        ``empty`` where the result has no elements and nothing runs.
     spread: a quarter of the pairs have a ratio below, a quarter above these two.
     """
 
@@ -40,6 +41,9 @@ class Times:
     pairs: int
     torch_host_us: float
     gems_host_us: float
+
+
+NOTHING_RUNS = Times("empty", 0.0, 0.0, 1.0, (1.0, 1.0), 0, 0.0, 0.0)
 
 
 class CaptureError(RuntimeError):

@@ -23,7 +23,7 @@ from sglang_fl.aten.sweep.cases import Case
 from sglang_fl.aten.sweep.errors import compare
 from sglang_fl.aten.sweep.inputs import Call
 from sglang_fl.aten.sweep.results import Result
-from sglang_fl.aten.sweep.timing import measure
+from sglang_fl.aten.sweep.timing import NOTHING_RUNS, measure
 
 BROKEN_DEVICE = 3
 _Context = Callable[[], AbstractContextManager[None]]
@@ -66,8 +66,9 @@ def _run(case: Case, entries: dict[str, Entry], gems: Gems, device: torch.device
         torch.cuda.synchronize()
         first_s = time.monotonic() - start
         errors = compare(call, own, other)
+        is_empty = all(tensor.numel() == 0 for tensor in own)
         del own, other
-        times = measure(call.repeat(), context)
+        times = NOTHING_RUNS if is_empty else measure(call.repeat(), context)
     except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
         return Result.failed(case, entry.name, f"raised {_text(error)}")
     return Result.of(case, entry.name, errors, times, first_s)
