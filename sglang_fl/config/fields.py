@@ -123,10 +123,11 @@ FIELDS: tuple[Field, ...] = (
         "aten.profile", "SGLANG_FL_FLAGOS_PROFILE", "flagos_profile", choice_of(AtenProfile), AtenProfile.VERIFIED,
         "verified: FlagGems replaces the ATen operators of flagos_verified; full: every one that it has.", "full",
     ),
+    # FlagCX joins different chips in one server, and each has its own list.
     Field(
         "aten.verified", "SGLANG_FL_FLAGOS_VERIFIED", "flagos_verified", Names(_ATEN_OPERATORS), (),
         "The ATen operators of profile verified: found right and not slower on this platform by aten-sweep.",
-        "softmax,embedding",
+        "softmax,embedding", compared=False,
     ),
     Field(
         "aten.whitelist", "SGLANG_FL_FLAGOS_WHITELIST", "flagos_whitelist",
