@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from sglang_fl.comm.backends.torch_dist import TorchBackend
@@ -64,19 +64,21 @@ def agree(
     backends: Mapping[str, Backend],
     policy: Policy,
     native_kinds: frozenset[Kind] = frozenset(),
+    also_equal: Mapping[str, str] | None = None,
 ) -> Agreed:
     """Choose and create a backend for the group. All ranks of the group must call it.
 
     Probing is local, choosing is common: the first candidate in the policy's order that is usable on every
     rank. One whose creation fails anywhere is given up everywhere and the next is tried, unless ``policy``
     is strict. A backend that only some ranks have is passed over on all. Native backends of a kind in
-    ``native_kinds`` are only chosen, not created: the caller has methods of its own.
+    ``native_kinds`` are only chosen, not created: the caller has methods of its own. ``also_equal``: further
+    settings by name that decide what the ranks do next together, so that they must be equal before they do.
 
     Raises:
         AgreementError: the ranks' policies differ, nothing works on all of them, or strict mode forbids
             what does; the same text on every rank.
     """
-    local = _local_view(context, backends, policy)
+    local = replace(_local_view(context, backends, policy), settings=dict(also_equal or {}))
     views = context.exchange("announce candidates", local)
     _same_settings(context, views)
     order = _common_order(views)
@@ -113,12 +115,14 @@ class _View:
         named: the policy's tokens in order, each with the backends of this rank that it names.
         reasons: why each of them cannot be used here; empty if it can.
         failures: what did not register on this rank, with the reason.
+        settings: further settings that must be equal.
     """
 
     strict: bool
     named: Mapping[str, tuple[str, ...]]
     reasons: Mapping[str, str]
     failures: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, name: str) -> str:
         """Why this rank cannot use ``name``; empty if it can."""
@@ -187,6 +191,13 @@ def _same_settings(context: GroupContext, views: Sequence[_View]) -> None:
                 f"{context.ranks[rank]} has {modes[view.strict]}. Give every node the same SGLANG_FL_STRICT and "
                 f"SGLANG_FL_CONFIG."
             )
+        for name in views[0].settings:
+            if view.settings.get(name) != views[0].settings[name]:
+                raise AgreementError(
+                    f"group {context.name}: the ranks differ in {name}: global rank {context.ranks[0]} has "
+                    f"{views[0].settings[name]}; global rank {context.ranks[rank]} has {view.settings.get(name)}. Give "
+                    f"every node the same settings, SGLANG_FL_CONFIG among them."
+                )
 
 
 def _tell(context: GroupContext, local: _View, chosen: Backend, passed: Sequence[PassedOver]) -> None:

@@ -63,7 +63,7 @@ def audited_hook(function: Callable[..., Any], name: str, clock: HookClock, ledg
         communicator = coordinator.fl_communicator
         if communicator is None or ledger.depth:
             return function(original, coordinator, *arguments, **named)
-        ledger.carried(communicator.name, name, communicator.backend)
+        ledger.carried(communicator.name, name, communicator.carried_by)
         ledger.depth += 1
         start = perf_counter_ns()
         try:

@@ -17,9 +17,9 @@ from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.reductions import Reductions
-from sglang_fl.comm.sizes import SizedTransport, add_routes
+from sglang_fl.comm.sizes import SizedTransport, add_routes, settings_to_agree_on
 from sglang_fl.comm.transfers import Transfers
-from sglang_fl.comm.types import GroupContext, Transport
+from sglang_fl.comm.types import ClosedTransport, GroupContext, Transport
 from sglang_fl.config import CommMode, Settings, load_settings
 from sglang_fl.devices import detect_platform
 
@@ -66,7 +66,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         settings = settings or load_settings(platform=detect_platform())
         context = group_context(cpu_group, device_group, device, ranks, name, settings, timeout_s)
         backends, policy = discover_backends().backends, communicator_policy(settings)
-        agreed = agree(context, backends, policy)
+        agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
         routes: tuple[str, ...] = ()
         if settings.comm.mode is CommMode.FASTEST:
             agreed, routes = add_routes(context, agreed, settings.comm.routes, backends, policy)
@@ -94,7 +94,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
     ) -> None:
         self._bind(context, agreed, metadata)
         self.routes = tuple(routes)
+        self.carried_by = self.backend
         if isinstance(agreed.transport, SizedTransport):
+            self.carried_by = f"by size: {', '.join(agreed.transport.names())}"
             # Bound to the object, so that a group without such routes looks none up.
             setattr(self, "all_reduce", self.all_reduce_by_route)  # noqa: B010 - a method is replaced
         self.graph_name = _name_for_graphs(self)
@@ -129,6 +131,8 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
                 DRAIN_LIMIT_S,
             )
         self._device.close()
+        self._device = ClosedTransport(self.name)
+        self._host = self._device if self.device.type == "cpu" else self._metadata
 
     @property
     def extra_bytes(self) -> int:
@@ -143,7 +147,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         return self._device.exceptions()
 
     def status(self) -> Mapping[str, Any]:
-        """For reports: name, ranks, backend, routes by size in words, bytes taken and held for sends, calls by method."""
+        """Name, ranks, backend, routes by size, bytes taken and held for sends, calls by method; for reports."""
         return {
             "group": self.name,
             "ranks": list(self.ranks),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_fl.comm.communicator import CommunicatorFL, find_group
+from sglang_fl.comm.errors import CommError
 
 _traced: dict[int, Callable[..., Any]] = {}
 _is_registered = False
@@ -33,10 +34,15 @@ def _fake_into(output: torch.Tensor, tensor: torch.Tensor, group_name: str) -> N
 
 
 def all_reduce(group: CommunicatorFL, input_: torch.Tensor) -> torch.Tensor:
-    """:meth:`CommunicatorFL.all_reduce` for a function under ``torch.compile``; never in place.
+    """:meth:`CommunicatorFL.all_reduce` for a function under ``torch.compile``; never in place: use the result.
 
-    All ranks of the group must call it. :func:`register` must have been called before.
+    All ranks of the group must call it.
+
+    Raises:
+        CommError: :func:`register` was not called.
     """
+    if not _is_registered:
+        raise CommError("sglang_fl.comm.compiled: call register() once before a function is compiled")
     if group.world_size == 1:
         return input_
     reduced: torch.Tensor = torch.ops.sglang_fl.all_reduce(input_, group.graph_name)

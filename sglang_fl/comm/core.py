@@ -22,9 +22,11 @@ class GroupCore:
         name, ranks, world_size, rank_in_group, device, backend: of the group, for callers and reports.
         counts: calls by method.
         graph_name: the group's name in a graph that Dynamo traced.
+        carried_by: the backend, or with routes by size all that carry calls; for reports.
     """
 
     graph_name: str
+    carried_by: str
 
     def _bind(self, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> None:
         if agreed.transport is None:
@@ -46,6 +48,8 @@ class GroupCore:
 
     def _check_reducible(self, transport: Transport, tensor: torch.Tensor, method: str) -> None:
         if tensor.dtype in transport.capabilities.reducible:
+            if tensor.is_neg():
+                raise TypeError(f"{method}, group {self.name}: a lazily negated view; call resolve_neg() first")
             return
         names = ", ".join(sorted(str(dtype) for dtype in transport.capabilities.reducible))
         raise TypeError(

@@ -19,7 +19,15 @@ class NamedGroup(Protocol):
 
 
 def as_movable(transport: Transport, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` (contiguous) in a dtype that ``transport`` moves: itself, or its bytes as uint8, flat."""
+    """``tensor`` (contiguous) in a dtype that ``transport`` moves: itself, or its bytes as uint8, flat.
+
+    Raises:
+        TypeError: its memory does not hold its values, as torch's lazily negated and conjugated views.
+    """
+    if tensor.is_neg() or tensor.is_conj():
+        raise TypeError(
+            "a lazily negated or conjugated view cannot be sent; call resolve_neg() or resolve_conj() first"
+        )
     if tensor.dtype in transport.capabilities.movable:
         return tensor
     # Not view(-1): a contiguous tensor of one element may have any stride.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,11 +53,21 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Counts of calls by entry; ``depth`` tells whether a call happens inside CommunicatorFL."""
+    """Counts of calls by entry; ``depth`` tells whether this thread's call happens inside CommunicatorFL."""
 
-    depth: int = 0
     counts: Counter[Entry] = field(default_factory=Counter)
     process_groups: dict[Any, str] = field(default_factory=dict)
+    _thread: threading.local = field(default_factory=threading.local)
+
+    @property
+    def depth(self) -> int:
+        """How many of our hooks this thread is inside."""
+        found: int = getattr(self._thread, "depth", 0)
+        return found
+
+    @depth.setter
+    def depth(self, value: int) -> None:
+        self._thread.depth = value
 
     def name_group(self, name: str, device_group: Any, cpu_group: Any) -> None:
         """Let entries of torch.distributed name SGLang's groups."""

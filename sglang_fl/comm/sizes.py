@@ -13,10 +13,11 @@ import torch
 from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, local_refusal
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
-from sglang_fl.config import CaptureRule, CommRouteOrder
+from sglang_fl.config import CaptureRule, CommMode, CommRouteOrder, CommSettings, closest
 from sglang_fl.selection import Policy
 
 NATIVE = "native"
+_REDUCTIONS = frozenset({Operation.ALL_REDUCE, Operation.REDUCE_SCATTER})
 ANY_SIZE = sys.maxsize
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,10 @@ class SizedTransport(Transport):
             if operation not in tables:
                 setattr(self, operation.value, getattr(base, operation.value))
 
+    def names(self) -> list[str]:
+        """Of all that may carry a call, the group's backend first."""
+        return [transport.name for transport in self._transports]
+
     def exceptions(self) -> dict[str, str]:
         """See :meth:`Transport.exceptions`; routes by size are not exceptions."""
         return self._base.exceptions()
@@ -144,6 +149,14 @@ class SizedTransport(Transport):
             transport.close()
 
 
+def settings_to_agree_on(settings: CommSettings) -> dict[str, str]:
+    """What of the settings decides whether and how routes are made, for ``also_equal`` of :func:`agree`."""
+    if settings.mode is CommMode.ALL:
+        return {"comm.mode": "all"}
+    routes = "; ".join(f"{order.op}={'|'.join(map(str, order.routes))}" for order in settings.routes)
+    return {"comm.mode": "fastest", "comm.routes": routes or "none"}
+
+
 def add_routes(
     context: GroupContext,
     agreed: Agreed,
@@ -155,8 +168,8 @@ def add_routes(
 ) -> tuple[Agreed, tuple[str, ...]]:
     """``agreed`` with the routes by size put before its transport, and in words what each operation's routes are.
 
-    All ranks of the group must call it. A route whose backend some rank cannot use is left out on all ranks, with
-    the reason among the words.
+    All ranks of the group must call it, with equal ``orders`` (:func:`settings_to_agree_on`). A route whose backend
+    some rank cannot use is left out on all ranks, with the reason among the words.
 
     Args:
         context: the group.
@@ -168,26 +181,28 @@ def add_routes(
         wrap: applied to each transport before it becomes a route.
 
     Raises:
-        AgreementError: the ranks' routes differ, or a route cannot be used and the policy is strict.
+        AgreementError: no rank has a route's backend, or a route cannot be used and the policy is strict.
     """
     assert agreed.transport is not None
-    text = "; ".join(f"{order.op}={'|'.join(map(str, order.routes))}" for order in orders)
     named = dict.fromkeys(route.backend for order in orders for route in order.routes)
     wanted = [name for name in named if name != agreed.backend.name]
-    local = {name: _refusal(name, context, backends, policy, native) for name in wanted}
-    views = context.exchange("announce routes", (text, local))
-    _require_equal(context, [view[0] for view in views])
+    views = context.exchange(
+        "announce routes", {name: _refusal(name, context, backends, policy, native) for name in wanted}
+    )
+    _require_known(context, wanted, views, backends)
     transports: dict[str, Transport] = {agreed.backend.name: agreed.transport}
     notes = []
     for name in wanted:
-        reason = first_refusal(context, [view[1][name] for view in views])
+        reason = first_refusal(context, [view[name] for view in views])
         transport = None
         if reason is None:
             transport, reason = (native, "") if name == NATIVE else create_everywhere(context, backends[name])
         if transport is None:
             notes.append(f"route {name} left out: {reason}")
-        else:
-            transports[name] = transport
+            continue
+        transport.restrict_to_common(context, f"compare what {name} offers")
+        transports[name] = transport
+    notes += _idle(orders, transports)
     if notes and policy.strict:
         raise AgreementError(
             f"group {context.name}: {'; '.join(notes)}. Strict mode allows no route to be left out: mend what the "
@@ -203,52 +218,76 @@ def add_routes(
     return replace(agreed, transport=routed), (*kept, *notes)
 
 
+_UNKNOWN = "no such backend is installed"
+
+
 def _refusal(
     name: str, context: GroupContext, backends: Mapping[str, Backend], policy: Policy, native: Transport | None
 ) -> str:
     if name == NATIVE:
         return "" if native is not None else "there are no methods of SGLang's own here"
     if name not in backends:
-        return f"no backend {name} is installed"
+        return _UNKNOWN
     return local_refusal(context, backends[name], policy)
 
 
-def _require_equal(context: GroupContext, texts: Sequence[str]) -> None:
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise AgreementError(
-                f"group {context.name}: the ranks' routes differ: global rank {context.ranks[0]} has "
-                f"{texts[0] or 'none'}; global rank {context.ranks[rank]} has {text or 'none'}. Give every node the "
-                f"same SGLANG_FL_COMM_ROUTES, SGLANG_FL_CONFIG and SGLANG_FL_PLATFORM."
-            )
+def _require_known(
+    context: GroupContext, names: Sequence[str], views: Sequence[Mapping[str, str]], backends: Mapping[str, Backend]
+) -> None:
+    for name in names:
+        if any(view[name] != _UNKNOWN for view in views):
+            continue
+        known = [*sorted(backends), NATIVE]
+        suggestion = closest(name, known)
+        meant = f" Did you mean {suggestion}?" if suggestion else ""
+        raise AgreementError(
+            f"group {context.name}: comm.routes names {name!r}, which no rank has; there are "
+            f"{', '.join(known)}.{meant} Correct SGLANG_FL_COMM_ROUTES."
+        )
+
+
+def _idle(orders: Sequence[CommRouteOrder], transports: Mapping[str, Transport]) -> list[str]:
+    """A note for each route whose transport cannot carry its operation on all ranks in any dtype."""
+    notes = []
+    for order in orders:
+        for name in dict.fromkeys(route.backend for route in order.routes if route.backend in transports):
+            capabilities = transports[name].capabilities
+            if Operation(order.op) not in capabilities.operations or not _dtypes(capabilities, order.op):
+                notes.append(f"route {name} of {order.op} left out: not every rank's {name} offers it")
+    return notes
+
+
+def _dtypes(capabilities: Capabilities, op: str) -> frozenset[torch.dtype]:
+    return capabilities.reducible if Operation(op) in _REDUCTIONS else capabilities.movable
 
 
 def _table(order: CommRouteOrder, transports: Mapping[str, Transport], base: Transport) -> Table:
-    reduces = Operation(order.op) in (Operation.ALL_REDUCE, Operation.REDUCE_SCATTER)
-
     def entries(dtype: torch.dtype, forbidden: CaptureRule) -> Entries:
         found = []
         for route in order.routes:
             transport = transports.get(route.backend)
-            if transport is None or route.when is forbidden or not _carries(transport, order.op, dtype, reduces):
+            if transport is None or route.when is forbidden or not _carries(transport, order.op, dtype):
                 continue
             found.append((ANY_SIZE if route.max_bytes is None else route.max_bytes, transport))
         return (*found, (ANY_SIZE, base))
 
-    dtypes = base.capabilities.reducible if reduces else base.capabilities.movable
+    dtypes = _dtypes(base.capabilities, order.op)
     eager = {dtype: entries(dtype, CaptureRule.GRAPH) for dtype in dtypes}
     graph = {dtype: entries(dtype, CaptureRule.EAGER) for dtype in dtypes}
     return Table(base, eager, graph)
 
 
-def _carries(transport: Transport, op: str, dtype: torch.dtype, reduces: bool) -> bool:
+def _carries(transport: Transport, op: str, dtype: torch.dtype) -> bool:
     capabilities = transport.capabilities
-    dtypes = capabilities.reducible if reduces else capabilities.movable
-    return Operation(op) in capabilities.operations and dtype in dtypes
+    return Operation(op) in capabilities.operations and dtype in _dtypes(capabilities, op)
 
 
 def _describe(order: CommRouteOrder, transports: Mapping[str, Transport], base: str) -> str:
-    kept = [str(route) for route in order.routes if route.backend in transports]
+    kept = [
+        str(route)
+        for route in order.routes
+        if route.backend in transports and Operation(order.op) in transports[route.backend].capabilities.operations
+    ]
     return f"{order.op} by size: {'|'.join([*kept, f'else {base}'])}"
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
-from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.selection import Availability, Kind
 
 if TYPE_CHECKING:
@@ -67,51 +70,52 @@ class GroupContext:
     def exchange(self, stage: str, value: Any) -> list[Any]:
         """Every rank's ``value`` in group order. All ranks of the group must call it.
 
+        It goes through the store in which torch.distributed's ranks met, since gloo has limits of its own: its
+        ``monitored_barrier`` holds the given one on its first rank only.
+
         Raises:
             AgreementError: a rank did not arrive within ``timeout_s``; names group, stage and that rank.
         """
-        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
-        limit = timedelta(seconds=self.timeout_s)
-        self._announce(stage)
+        store, turn = _get_default_store(), _turn((self.name, self.ranks, stage))
+        keys = [f"sglang_fl/{self.name}/{list(self.ranks)}/{stage}/{turn}/{rank}" for rank in self.ranks]
         try:
-            dist.monitored_barrier(self.cpu_group, timeout=limit, wait_all_ranks=True)
-            gathered: list[Any] = [None] * self.world_size
-            dist.all_gather_object(gathered, value, group=self.cpu_group)
+            store.set(keys[self.rank], pickle.dumps(value).hex())
+            store.wait(keys, timedelta(seconds=self.timeout_s))
+            return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
         except RuntimeError as error:
-            missing = self._missing(stage)
+            missing = self._missing(store, keys)
             who = f"global rank(s) {missing} did not reach" if missing else "a rank was lost while all reached"
             raise AgreementError(
                 f"group {self.name}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{stage}' "
                 f"within {self.timeout_s:g} s. Look at the log of the missing rank: has its process ended, is the "
                 f"plugin installed and loaded there? ({_first_line(error)})"
             ) from error
-        places = [dist.get_group_rank(self.cpu_group, rank) for rank in self.ranks]
-        return [gathered[place] for place in places]  # torch.distributed sorts a group's ranks
 
-    def _key(self, stage: str, rank: int) -> str:
-        return f"sglang_fl/{self.name}/{list(self.ranks)}/{stage}/{rank}"
-
-    def _announce(self, stage: str) -> None:
-        # Beside the barrier, whose own error names a missing rank on one rank only, and not one that has ended.
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        _get_default_store().set(self._key(stage, self.ranks[self.rank]), "here")
-
-    def _missing(self, stage: str) -> list[int]:
+    def _missing(self, store: Any, keys: Sequence[str]) -> list[int]:
         """Ranks that have not come; those that are only late, while one is gone, get a moment to come."""
-        from torch.distributed.distributed_c10d import _get_default_store
-
         deadline_s = time.monotonic() + min(LATE_LIMIT_S, self.timeout_s)
         try:
-            store = _get_default_store()
             while True:
-                missing = [rank for rank in self.ranks if not store.check([self._key(stage, rank)])]
+                missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
                 if not missing or time.monotonic() > deadline_s:
                     return missing
                 time.sleep(0.05)
         except RuntimeError:
             return []  # the store went with the process that held it
+
+
+# How often this process has been at a stage of a group, since torch.distributed was initialised: equal on its ranks.
+_turns: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
+
+
+def _turn(stage: tuple[str, tuple[int, ...], str]) -> int:
+    import torch.distributed as dist
+
+    turns = _turns.setdefault(dist.group.WORLD, Counter())
+    turns[stage] += 1
+    return turns[stage]
 
 
 def _first_line(error: BaseException) -> str:
@@ -161,13 +165,15 @@ class Transport(ABC):
         self.capabilities = replace(self.capabilities, operations=self.capabilities.operations & operations)
 
     def restrict_to_common(self, context: GroupContext, stage: str) -> None:
-        """Offer what every rank's transport offers. All ranks of the group must call it.
+        """Offer what every rank's transport offers, operations and dtypes. All ranks of the group must call it.
 
         Raises:
             AgreementError: a rank did not arrive.
         """
-        offered = context.exchange(stage, sorted(operation.value for operation in self.capabilities.operations))
-        self.restrict(frozenset(Operation(name) for name in set(offered[0]).intersection(*offered[1:])))
+        own = self.capabilities
+        views = context.exchange(stage, (own.operations, own.reducible, own.movable))
+        operations, reducible, movable = (frozenset.intersection(*parts) for parts in zip(*views, strict=True))
+        self.capabilities = replace(own, operations=operations, reducible=reducible, movable=movable)
 
     def exceptions(self) -> dict[str, str]:
         """Operation to the name of what carries it, where that is another transport."""
@@ -217,6 +223,31 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up what was created for the group. Local, idempotent."""
+
+
+class _EveryDtype(frozenset[Any]):
+    def __contains__(self, dtype: object) -> bool:
+        return True
+
+
+class ClosedTransport(Transport):
+    """What a destroyed group has: every call is an error."""
+
+    name = "closed"
+
+    def __init__(self, group: str) -> None:
+        every = _EveryDtype()
+        self.capabilities = Capabilities(frozenset(Operation), every, every, frozenset())
+        self._group = group
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CommError(f"group {self._group} is destroyed; make a new one")
+
+    all_reduce = all_reduce_result = all_reduce_new = all_gather = reduce_scatter = _refuse
+    reduce = broadcast = gather = send = recv = _refuse
+
+    def close(self) -> None:
+        """Nothing is left to give up."""
 
 
 class Backend(ABC):

@@ -6,13 +6,14 @@ A group without a communicator (one rank, or the vendor's own route was agreed o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from sglang_fl.comm import compiled
 from sglang_fl.comm.audit import HookClock, audited_hook
-from sglang_fl.comm.layout import gather_to_dim
+from sglang_fl.comm.layout import gather_to_dim, normalized_dim
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.sglang_hooks.registration import Hook
 
@@ -27,7 +28,8 @@ def _all_reduce(original: Original, self: Any, input_: Any) -> Any:
 
 def _all_reduce_in_place(original: Original, self: Any, input_: Any) -> Any:
     communicator = self.fl_communicator
-    if communicator is None:
+    # A thread that is inside SGLang's own all_reduce, as the route native, comes here from within it.
+    if communicator is None or (self.fl_native_threads and get_ident() in self.fl_native_threads):
         return original(self, input_)
     communicator.all_reduce_in_place(input_)
     return None
@@ -219,12 +221,17 @@ def _traced_all_reduce(original: Original, self: Any, input_: Any) -> Any:
 def _traced_all_gather(
     original: Original, self: Any, input_: Any, dim: int = -1, output_tensor_list: Any = None
 ) -> Any:
-    if self.fl_communicator is None or self.world_size == 1 or output_tensor_list is not None:
+    if self.fl_communicator is None or self.world_size == 1:
         return original(self, input_, dim, output_tensor_list)
-    # SGLang's own has a way for CPU tensors that leaves its operators out.
+    # SGLang's own has ways for CPU tensors and for lists that leave its operators out.
+    dim = normalized_dim("all_gather", dim, input_)
     output = torch.empty((self.world_size, *input_.shape), dtype=input_.dtype, device=input_.device)
     self.all_gather_into_tensor(output, input_)
-    return gather_to_dim(output, dim % input_.dim())
+    if output_tensor_list is None:
+        return gather_to_dim(output, dim)
+    for rank, part in enumerate(output_tensor_list):
+        part.copy_(output[rank].view(part.shape))
+    return None
 
 
 def _traced_all_gather_into_tensor(original: Original, self: Any, output: Any, input: Any) -> Any:
@@ -254,8 +261,10 @@ def let_dynamo_trace(hooks: Iterable[Hook]) -> None:
     """Keep Dynamo out of our hooks and the audit; what it traces instead has the same effect when the graph runs."""
     compiled.register()
     for hook in hooks:
-        traced = _TRACED.get(hook.target.rpartition(".")[2])
-        if traced is not None:
+        method = hook.target.rpartition(".")[2]
+        # What is not in the table is traced as it is without an audit.
+        traced = _TRACED.get(method, _METHODS[method])
+        if traced is not hook.function:
             compiled.trace_as(hook.function, traced)
 
 
@@ -268,7 +277,8 @@ def audited_hooks(clock: HookClock, ledger: Ledger) -> tuple[Hook, ...]:
 
 
 def prepare() -> None:
-    """Give the class the attribute that the hooks read, for groups that never get a communicator."""
+    """Give the class the attributes that the hooks read, for groups that never get a communicator."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
     GroupCoordinator.fl_communicator = None
+    GroupCoordinator.fl_native_threads = frozenset()

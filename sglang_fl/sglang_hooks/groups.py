@@ -19,7 +19,7 @@ from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.memory import in_words
 from sglang_fl.comm.policy import communicator_policy
-from sglang_fl.comm.sizes import add_routes
+from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import CommMode, Settings
 from sglang_fl.selection import Kind
@@ -53,7 +53,7 @@ class GroupRecord:
         return {
             "group": self.name,
             "ranks": list(self.ranks),
-            "backend": self.choice,
+            "backend": self.choice if self.communicator is None else self.communicator.carried_by,
             "extra_bytes": taken,
             "calls": calls,
         }
@@ -148,7 +148,8 @@ class Groups:
         # PD multiplexing duplicates the TP group in order to use both at the same time.
         context = replace(context, shares_communicator="pdmux" not in coordinator.unique_name)
         policy = communicator_policy(self.settings)
-        agreed = agree(context, discover_backends().backends, policy, self.native_kinds)
+        also_equal = settings_to_agree_on(self.settings.comm)
+        agreed = agree(context, discover_backends().backends, policy, self.native_kinds, also_equal)
         record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)
         self._hang(coordinator, context, agreed, record)
 
@@ -163,6 +164,7 @@ class Groups:
             metadata = TimedTransport(metadata, f"{context.name} (metadata)", self.clock)
         routes: tuple[str, ...] = ()
         if self.settings.comm.mode is CommMode.FASTEST:
+            coordinator.fl_native_threads = set()
             agreed, routes = add_routes(
                 context,
                 agreed,

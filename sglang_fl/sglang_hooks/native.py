@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from sglang_fl.sglang_hooks.registration import Hook, beneath
 
 # What SGLang's custom all_reduce kernels and its NCCL wrapper both take; they check no dtype themselves.
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-METHODS = ("all_reduce", "_all_reduce_in_place", "_all_gather_into_tensor", "_reduce_scatter_tensor")
+METHODS = ("all_reduce", "_all_gather_into_tensor", "_reduce_scatter_tensor")
 
 
 class NativeTransport(Transport):
     """Calls what lies beneath our hooks on one of SGLang's coordinators.
 
-    SGLang's methods call one another; while one runs, the coordinator has no communicator, so that the hooks on the
-    inner ones step aside.
+    SGLang's all_reduce calls other methods of the coordinator that are hooked; in a thread that is inside it, those
+    hooks step aside (:func:`steps_aside`).
     """
 
     def __init__(self, coordinator: Any, hooks: Iterable[Hook]) -> None:
@@ -35,34 +36,37 @@ class NativeTransport(Transport):
         by_method = {hook.target.rpartition(".")[2]: hook for hook in hooks}
         originals = {method: beneath(by_method[method]) for method in METHODS}
         self._all_reduce = originals["all_reduce"]
-        self._all_reduce_in_place = originals["_all_reduce_in_place"]
         self._all_gather = originals["_all_gather_into_tensor"]
         self._reduce_scatter = originals["_reduce_scatter_tensor"]
-
-    def _call(self, method: Callable[..., Any], *arguments: torch.Tensor) -> Any:
-        coordinator = self._coordinator
-        communicator, coordinator.fl_communicator = coordinator.fl_communicator, None
-        try:
-            return method(coordinator, *arguments)
-        finally:
-            coordinator.fl_communicator = communicator
+        self._inside: set[int] = coordinator.fl_native_threads
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See :meth:`Transport.all_reduce`."""
-        self._call(self._all_reduce_in_place, tensor)
+        """See :meth:`Transport.all_reduce`.
+
+        Through SGLang's all_reduce, whose result is right for each of the ways that it chooses from; its
+        ``_all_reduce_in_place`` drops that of torch's symmetric memory.
+        """
+        result = self.all_reduce_result(tensor)
+        if result is not tensor:
+            tensor.copy_(result)
 
     def all_reduce_result(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Transport.all_reduce_result`: by SGLang's choice in place or in a new tensor."""
-        result: torch.Tensor = self._call(self._all_reduce, tensor)
+        thread = get_ident()
+        self._inside.add(thread)
+        try:
+            result: torch.Tensor = self._all_reduce(self._coordinator, tensor)
+        finally:
+            self._inside.discard(thread)
         return result
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
-        self._call(self._all_gather, output, tensor)
+        self._all_gather(self._coordinator, output, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.reduce_scatter`."""
-        self._call(self._reduce_scatter, output, tensor)
+        self._reduce_scatter(self._coordinator, output, tensor)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """Not offered."""

@@ -30,13 +30,17 @@ class GroupAudit:
 
 @dataclass(frozen=True)
 class ProcessAudit:
-    """One scheduler process as it reports itself; ``rank`` is its global rank."""
+    """One scheduler process as it reports itself.
+
+    rank: its global rank; carried: by group and backend, how many calls a library got.
+    """
 
     pid: int
     rank: int
     hooks: int
     hooks_live: int
     groups: tuple[GroupAudit, ...]
+    carried: Counter[tuple[str, str]]
 
     @property
     def shared_groups(self) -> list[GroupAudit]:
@@ -60,7 +64,10 @@ def read_audit(path: Path) -> ProcessAudit:
         GroupAudit(group["group"], tuple(group["ranks"]), group["backend"], Counter(group["calls"]))
         for group in found["groups"]
     )
-    return ProcessAudit(found["pid"], found["rank"], found["hooks"], found["hooks_live"], groups)
+    carried: Counter[tuple[str, str]] = Counter()
+    for row in (found["clock"] or {"carried": []})["carried"]:
+        carried[row["group"], row["backend"]] += row["calls"]
+    return ProcessAudit(found["pid"], found["rank"], found["hooks"], found["hooks_live"], groups, carried)
 
 
 def read_audits(path: Path, world_size: int) -> list[ProcessAudit]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -74,12 +75,14 @@ def _calls_table(audits: list[ProcessAudit]) -> Table:
 
 def _carried_lines(audits: list[ProcessAudit]) -> list[str]:
     """Per group, which backend carried how many calls, of all ranks together."""
-    calls: dict[tuple[str, str], int] = {}
-    for audit in audits:
-        for group in audit.shared_groups:
-            key = (f"{group.name} {list(group.ranks)}", group.backend)
-            calls[key] = calls.get(key, 0) + sum(group.calls.values())
-    return [f"group {name}: {backend} carried {count} calls" for (name, backend), count in sorted(calls.items())]
+    carried = sum((audit.carried for audit in audits), Counter())
+    return [f"group {group}: {backend} carried {calls} calls" for (group, backend), calls in sorted(carried.items())]
+
+
+def _passed_over(server: Server) -> list[str]:
+    """What the server's log says of backends that were asked for and are not used."""
+    found = (line for line in server.log().splitlines() if "Passed over" in line)
+    return list(dict.fromkeys(line.partition("group ")[2] for line in found))
 
 
 def _explain(server: Server, problems: list[str]) -> str:
@@ -113,6 +116,8 @@ def _show(console: Console, server: Server, question: str, audit: Path) -> None:
             console.print(_calls_table(audits))
             for line in _carried_lines(audits):
                 say(line)
+        for line in _passed_over(server):
+            say(f"group {line}")
         if problems:
             raise _Inactive(_explain(server, problems))
     say(f"the plugin was active in all {server.world_size} scheduler processes; the server is stopped")

@@ -8,9 +8,12 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.entrypoints import engine
@@ -139,9 +142,37 @@ def _by_size(context: RankContext) -> dict[str, Any]:
         group.reduce_scatter_tensor(share, mine)
         assert share.unique().item() == 3.0
     found["eager"] = _carried()
+    _in_two_threads(group)
+    with pytest.raises(ZeroDivisionError):
+        _through_native(group, lambda: 1 / 0)
+    assert group.fl_communicator is not None and not group.fl_native_threads
     found["routes"] = list(group.fl_communicator.routes)
     parallel_state.destroy_distributed_environment()
     return found
+
+
+def _through_native(group: Any, inside: Callable[[], object]) -> None:
+    """One small all_reduce, during whose way through SGLang's own method ``inside`` is called."""
+    # SGLang's own all_reduce of a CPU tensor ends there.
+    real, torch.distributed.all_reduce = torch.distributed.all_reduce, lambda *_, **__: inside()
+    try:
+        group.all_reduce(torch.ones(2))
+    finally:
+        torch.distributed.all_reduce = real
+
+
+def _in_two_threads(group: Any) -> None:
+    """A second thread that calls the group while the first is inside SGLang's own method is not led past ours."""
+    seen = []
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=lambda: seen.append(get_ident() in group.fl_native_threads))
+        thread.start()
+        thread.join()
+        seen.append(get_ident() in group.fl_native_threads)
+
+    _through_native(group, elsewhere)
+    assert seen == [False, True], seen
 
 
 def _traced(context: RankContext) -> dict[str, Any]:
@@ -158,12 +189,26 @@ def _traced(context: RankContext) -> dict[str, Any]:
 
     mine = torch.arange(8.0).view(4, 2) + rank
     eager = [plain(value) for value in model(mine.clone())]
+    eager_calls = _carried()
+    parts = [torch.empty(4, 2) for _ in range(2)]
+    listed = torch.compile(lambda x: group.all_gather(x, output_tensor_list=parts), fullgraph=True, backend="eager")
+    assert listed(mine) is None and parts[1 - rank].tolist() == (torch.arange(8.0).view(4, 2) + 1 - rank).tolist()
+    wrong = torch.compile(lambda x: group.all_gather(x, dim=5), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="dim=5 is none of the dimensions"):
+        wrong(mine)
     before = _carried()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     kept = mine.clone()
     traced = [plain(value) for value in compiled(mine)]
     parallel_state.destroy_distributed_environment()
-    return {"eager": eager, "traced": traced, "kept": torch.equal(kept, mine), "before": before, "after": _carried()}
+    return {
+        "eager": eager,
+        "traced": traced,
+        "kept": torch.equal(kept, mine),
+        "eager calls": eager_calls,
+        "before": before,
+        "after": _carried(),
+    }
 
 
 def by_size(environment: Environment) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.sizes import add_routes
 from sglang_fl.config import load_settings
-from sglang_fl.testing.ranks import RankContext, run_ranks
+from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
 from tests.distributed.groups import call_everything, communicator_of_all
 
 LIMIT = 1024
@@ -90,7 +91,6 @@ def _routes(context: RankContext) -> tuple[str, tuple[str, ...]]:
     ("routes", "kept", "note"),
     [
         ("all_reduce=native:1KiB|torch", "torch|else flagcx", "native left out: all ranks: there are no methods"),
-        ("all_reduce=torhc:1KiB", "else flagcx", "torhc left out: all ranks: no backend torhc is installed"),
         ("all_reduce=nccl:1KiB", "else flagcx", "nccl left out: all ranks: the group's torch.distributed backend is"),
     ],
 )
@@ -120,9 +120,85 @@ def _refused(context: RankContext) -> str:
 
 def test_strict_leaves_no_route_out(hostcx: Path) -> None:
     """Given strict mode and a route that cannot be used, then all ranks raise the same error."""
-    texts = run_ranks(_refused, 2, env=_environment(hostcx, "all_reduce=torhc:1KiB", SGLANG_FL_STRICT="1"))
+    texts = run_ranks(_refused, 2, env=_environment(hostcx, "all_reduce=nccl:1KiB", SGLANG_FL_STRICT="1"))
     assert texts[0] == texts[1]
-    assert "route torhc left out: all ranks: no backend torhc" in texts[0] and "Strict mode allows no route" in texts[0]
+    assert "route nccl left out: all ranks: " in texts[0] and "Strict mode allows no route" in texts[0]
+
+
+def test_a_route_that_nobody_knows(hostcx: Path) -> None:
+    """Given a misspelled backend in a route, then all ranks raise the same error, with a suggestion."""
+    texts = run_ranks(_refused, 2, env=_environment(hostcx, "all_reduce=torhc:1KiB"))
+    assert texts[0] == texts[1]
+    assert "comm.routes names 'torhc', which no rank has; there are flagcx, " in texts[0]
+    assert "Did you mean torch?" in texts[0]
+
+
+@pytest.mark.parametrize("fastest", [0, 1])
+def test_ranks_in_different_modes(fastest: int, hostcx: Path) -> None:
+    """Given one rank in mode fastest and one in mode all, then both raise the same error, which names the mode."""
+    routes = _environment(hostcx, "all_reduce=torch:1KiB")
+    plain = {"FLAGCX_PATH": str(hostcx)}
+    texts = run_ranks(_refused, 2, env=lambda rank: routes if rank == fastest else plain)
+    assert texts[0] == texts[1]
+    assert "the ranks differ in comm.mode: " in texts[0] and "fastest" in texts[0]
+
+
+LACKING = """
+from sglang_fl.comm.backends.torch_dist import TorchBackend
+from sglang_fl.selection import Kind
+import dataclasses, os, torch
+
+class Lacking(TorchBackend):
+    def create(self, context):
+        transport = super().create(context)
+        if context.rank == 1:
+            known = transport.capabilities
+            transport.capabilities = dataclasses.replace(
+                known,
+                operations=frozenset(op for op in known.operations if op.value != os.environ.get("LACKS_OPERATION")),
+                reducible=frozenset(d for d in known.reducible if str(d) != os.environ.get("LACKS_DTYPE")),
+            )
+        return transport
+
+def register_comm(registry):
+    registry.register(Lacking("lacking", Kind.VENDOR, vendor="chipmaker"))
+"""
+
+
+@pytest.fixture
+def lacking(tmp_path: Path) -> Path:
+    """An installed distribution whose backend offers less on rank 1 than elsewhere."""
+    package, info = tmp_path / "lacking_package", tmp_path / "lacking_package-1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").write_text(LACKING)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lacking-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sglang_fl.comm]\nlacking = lacking_package:register_comm\n")
+    return tmp_path
+
+
+def _with_folder(context: RankContext, folder: str) -> tuple[str, tuple[str, ...]]:
+    sys.path.insert(0, folder)
+    return _routes(context)
+
+
+@pytest.mark.parametrize("lacks", [{"LACKS_OPERATION": "all_reduce"}, {"LACKS_DTYPE": "torch.float32"}])
+@pytest.mark.parametrize("as_route", [True, False])
+def test_a_backend_that_offers_less_on_one_rank(
+    as_route: bool, lacks: dict[str, str], lacking: Path, hostcx: Path
+) -> None:
+    """Given a backend, as a route or as the group's, that lacks an operation or a dtype on one rank, then no rank uses
+    it for that, nothing hangs, and an idle route is told."""
+    environment = _environment(hostcx, "all_reduce=lacking:8KiB", SGLANG_FL_DIST_BACKEND="torch", **lacks)
+    if not as_route:
+        environment = {"SGLANG_FL_PER_OP": "communicator=vendor:chipmaker", **lacks}
+    if not as_route and "LACKS_DTYPE" in lacks:
+        with pytest.raises(RanksFailed, match=r"backend lacking has no sum for torch\.float32"):
+            run_ranks(_with_folder, 2, str(lacking), env=environment)
+        return
+    for _, words in run_ranks(_with_folder, 2, str(lacking), env=environment):
+        if as_route and "LACKS_OPERATION" in lacks:
+            assert "route lacking of all_reduce left out: not every rank's lacking offers it" in words[1]
 
 
 def test_ranks_with_different_routes(hostcx: Path) -> None:
@@ -133,7 +209,10 @@ def test_ranks_with_different_routes(hostcx: Path) -> None:
 
     texts = run_ranks(_refused, 2, env=environment)
     assert texts[0] == texts[1]
-    assert "rank 0 has all_reduce=torch:1024; global rank 1 has all_reduce=torch:2048" in texts[0]
+    assert (
+        "differ in comm.routes: global rank 0 has all_reduce=torch:1024; global rank 1 has all_reduce=torch:2048"
+        in (texts[0])
+    )
 
 
 def test_a_vendor_rule_holds_for_routes(hostcx: Path) -> None:

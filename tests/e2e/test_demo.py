@@ -71,9 +71,20 @@ def test_it_answers_and_shows_what_each_process_carried(tmp_path: Path) -> None:
     for rank in range(2):
         assert carried[rank, "all_reduce"] == 5 * carried[rank, "all_gather"] > 0
     total = sum(carried.values())
-    assert f"group tp:0 [0, 1]: flagcx carried {total} calls" in output
+    assert f"group tp:0: flagcx carried {total} calls" in output
     assert "active in all 2 scheduler processes" in output
     assert _processes_of(tmp_path) == []
+
+
+def test_it_says_what_was_passed_over(tmp_path: Path) -> None:
+    """Given a FLAGCX_PATH without a library, then the demo answers, and says why flagcx carries nothing."""
+    demo = _start(tmp_path, FLAGCX_PATH=str(tmp_path))
+    output, _ = demo.communicate(timeout=LIMIT_S)
+    assert demo.returncode == 0, output
+    assert "group tp:0: torch carried" in output
+    assert re.search(r"^group tp:0 is carried by torch. Passed over: flagcx: all ranks: .*", output, re.MULTILINE), (
+        output
+    )
 
 
 def test_it_fails_where_the_plugin_is_not_active(tmp_path: Path) -> None:
