@@ -93,6 +93,31 @@ def _runs_from_import(frame: FrameType) -> bool:
     return frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
 
+# Operators of torch that SGLang describes to Dynamo where it finds a CUDA device, without asking whether they exist.
+_OPERATORS = {
+    "moe_fused_gate": (
+        "(Tensor input, Tensor bias, int num_expert_group, int topk_group, int topk, int num_fused_shared_experts=0, "
+        "float routed_scaling_factor=0, bool apply_routed_scaling_factor_on_output=False) -> (Tensor, Tensor)"
+    ),
+}
+_libraries: list[object] = []
+
+
+def _define_operators() -> None:
+    """Give torch, where it is loaded, the operators' names; to call one is the same error as for any kernel."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    namespace = getattr(torch.ops, MODULE_NAME)
+    for name, schema in _OPERATORS.items():
+        if hasattr(namespace, name):
+            continue
+        library = torch.library.Library(MODULE_NAME, "FRAGMENT")
+        library.define(f"{name}{schema}")
+        library.impl(name, StandInKernel(f"{MODULE_NAME}.{name}"), "CompositeExplicitAutograd")
+        _libraries.append(library)
+
+
 class _StandInLoader(Loader):
     """Makes the modules; there is nothing to execute."""
 
@@ -102,7 +127,8 @@ class _StandInLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        if module.__name__ == MODULE_NAME:
+            _define_operators()
 
 
 def make_spec(fullname: str, caller: FrameType) -> ModuleSpec | None:

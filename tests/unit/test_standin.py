@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).parents[2]
 INSTALL = REPOSITORY / "standin" / "install.py"
@@ -142,6 +143,24 @@ def test_a_call_names_the_kernel_and_says_what_to_install(equipped: Environment)
                 assert 'pip install --no-deps "sglang-kernel' in str(error), error
             else:
                 raise SystemExit(f"{name} did not raise")
+    """
+    equipped.run("-c", dedent(program))
+
+
+def test_operators_that_sglang_describes_to_dynamo_on_cuda(equipped: Environment) -> None:
+    """Given torch, when the stand-in is imported, then the operators that SGLang registers fakes for where it finds a
+    CUDA device are there, each registers, and to call one is the error of any kernel."""
+    program = f"""
+        import sys
+        sys.path.append({str(Path(torch.__file__).parents[1])!r})
+        import torch, sgl_kernel
+        torch.library.register_fake("sgl_kernel::moe_fused_gate")(lambda input, bias, *rest, **named: (input, bias))
+        try:
+            torch.ops.sgl_kernel.moe_fused_gate(torch.ones(1, 2), torch.ones(2), 1, 1, 1)
+        except RuntimeError as error:
+            assert str(error).startswith("sgl_kernel.moe_fused_gate is not available"), error
+        else:
+            raise SystemExit("it did not raise")
     """
     equipped.run("-c", dedent(program))
 
