@@ -318,7 +318,10 @@ class TestVersions:
             ("import no_such_package", "flag_gems lacks a package: No module named 'no_such_package'"),
             ("raise OSError('libcuda.so.1: cannot open')", "cannot be imported: OSError: libcuda.so.1"),
             ("del _FULL_CONFIG", "has not the list that sglang_fl knows"),
-            ("def enable(**_): raise ValueError('half done')", "failed while it registered: ValueError: half done"),
+            (
+                "def enable(lib, **_): lib.impl('cumsum', cumsum, 'CUDA'); raise ValueError('half done')",
+                "failed while it registered: ValueError: half done",
+            ),
         ],
     )
     def test_a_broken_one_is_off_with_its_reason(self, tmp_path: Path, more: str, reason: str) -> None:
