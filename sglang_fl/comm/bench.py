@@ -30,7 +30,7 @@ from sglang_fl.comm.tools.bench_operations import OPERATIONS, Operation, Prepare
 from sglang_fl.comm.tools.candidates import known_names, opened
 from sglang_fl.comm.tools.launch import Launch, launched
 from sglang_fl.comm.tools.measure import Counts, Mode, Result, count_wrong, sampler
-from sglang_fl.comm.tools.sizes import parse_size, scan
+from sglang_fl.comm.tools.sizes import parse_size, scan, seconds
 from sglang_fl.comm.tools.watch import Watch
 from sglang_fl.config import SettingsError
 
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--op", type=_operations, default="all_reduce", metavar="NAMES", help=f"all, or some of {names}")
     add("-b", "--minbytes", type=_size, default="1K", metavar="SIZE", help="smallest size (default 1K)")
     add("-e", "--maxbytes", type=_size, default="16M", metavar="SIZE", help="largest size (default 16M)")
-    add("-f", "--stepfactor", type=int, default=2, metavar="N", help="from size to size, times N (default 2)")
+    add("-f", "--stepfactor", type=int, metavar="N", help="from size to size, times N (default 2); not with -i")
     add("-i", "--stepbytes", type=_size, metavar="SIZE", help="from size to size, plus SIZE instead")
     add("-d", "--dtype", type=_dtype, default="float32", metavar="NAME", help="as in torch (default float32)")
     add("--backends", type=_names, default=[], metavar="NAMES", help="default: every one that can be used")
@@ -92,8 +92,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, metavar="FILE", help="write the table, on rank 0")
     add("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size, on rank 0 (needs matplotlib)")
     add("--compare", type=Path, nargs=2, metavar="FILE", help="show two files of --json beside each other, and stop")
-    add("--timeout", type=float, default=300.0, metavar="S", help="end if nothing moves for so long (default 300)")
+    add("--timeout", type=seconds, default=300.0, metavar="S", help="end if nothing moves for so long (default 300)")
     options = parser.parse_args(arguments)
+    if options.stepfactor is not None and options.stepbytes is not None:
+        parser.error("-f and -i are two ways from size to size; give one of them")
     try:
         options.sizes = scan(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes)
     except ValueError as error:

@@ -98,7 +98,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         if isinstance(agreed.transport, SizedTransport):
             self.carried_by = f"by size: {', '.join(agreed.transport.names())}"
             # Bound to the object, so that a group without such routes looks none up.
-            setattr(self, "all_reduce", self.all_reduce_by_route)  # noqa: B010 - a method is replaced
+            setattr(self, "all_reduce", self._all_reduce_by_route)  # noqa: B010 - a method is replaced
         self.graph_name = _name_for_graphs(self)
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ class Reductions(GroupCore):
     # Where routes by size may make all_reduce return another tensor, this one still writes into its argument.
     all_reduce_in_place = all_reduce
 
-    def all_reduce_by_route(self, input_: torch.Tensor) -> torch.Tensor:
+    def _all_reduce_by_route(self, input_: torch.Tensor) -> torch.Tensor:
         """:meth:`all_reduce` of a group with routes by size: the result may be a new tensor, ``input_`` is given up.
 
         Source: SGLang's contract, whose callers use the result.

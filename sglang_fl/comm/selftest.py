@@ -30,6 +30,7 @@ from sglang_fl.comm.tools.candidates import asked_for, known_names, opened
 from sglang_fl.comm.tools.checks import CHECKS, Check
 from sglang_fl.comm.tools.launch import Launch, launched
 from sglang_fl.comm.tools.scope import Case, Scope, Tally, full_cases, quick_cases
+from sglang_fl.comm.tools.sizes import seconds
 from sglang_fl.comm.tools.watch import Watch
 from sglang_fl.config import SettingsError
 
@@ -105,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, on rank 0")
     parser.add_argument("--seed", type=int, default=0, help="of the data (default 0)")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="S", help="end if nothing moves for so long (default 120)"
+        "--timeout", type=seconds, default=120.0, metavar="S", help="end if nothing moves for so long (default 120)"
     )
     return parser.parse_args(arguments)
 

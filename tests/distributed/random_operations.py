@@ -89,6 +89,21 @@ def _all_reduce(call: Call) -> None:
     _reduces_in_place(call, call.communicator.all_reduce)
 
 
+def _all_reduce_in_place(call: Call) -> None:
+    _reduces_in_place(call, call.communicator.all_reduce_in_place)
+
+
+def _all_reduce_new(call: Call) -> None:
+    drawn = call.draw()
+    parts = [call.summands(drawn, rank) for rank in range(call.size)]
+    tensor = place(parts[call.rank].to(drawn.dtype), drawn.layout)
+    with call.reducing(drawn):
+        result = call.communicator.all_reduce_new(tensor)
+        assert result is not tensor and result.is_contiguous()
+        same(result, summed(parts, drawn.dtype), drawn)
+        _written(tensor, parts[call.rank].to(drawn.dtype), drawn)
+
+
 def _quant_all_reduce(call: Call) -> None:
     _reduces_in_place(call, call.communicator.quant_all_reduce)
 
@@ -341,6 +356,8 @@ class RandomOperation:
 
 OPERATIONS = (
     RandomOperation(_all_reduce, ("all_reduce",)),
+    RandomOperation(_all_reduce_in_place, ("all_reduce_in_place",)),
+    RandomOperation(_all_reduce_new, ("all_reduce_new",)),
     RandomOperation(_quant_all_reduce, ("quant_all_reduce",)),
     RandomOperation(_fused_allreduce_rmsnorm, ("fused_allreduce_rmsnorm",)),
     RandomOperation(_all_gather, ("all_gather",)),

@@ -28,6 +28,7 @@ from sglang_fl.comm.tools.launch import LaunchError, Place
 from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
 
 LIMIT_S = 240
+SUMMING = {"all_reduce", "all_reduce_in_place", "all_reduce_new", "quant_all_reduce"}
 LINE = re.compile(r"^(?P<operation>\S.*?) {2,}(?P<backend>\w+) +(?P<cases>\d+) +(?P<wrong>\d+) +\d+\.\d+", re.MULTILINE)
 
 
@@ -87,6 +88,32 @@ def test_under_torchrun_every_operation_is_right_over_every_usable_backend(hostc
     assert kept["ok"] is True and kept["kind"] == "comm" and len(kept["rows"]) == len(expected)
 
 
+def _routes_selftest(context: RankContext) -> Outcome:
+    return _selftest(context, ["--quick"])
+
+
+def test_routes_by_size_are_tested_together(hostcx: Path) -> None:
+    """Given mode fastest with routes, when the self-test runs, then every operation is also right over the routes."""
+    environment = {
+        "FLAGCX_PATH": str(hostcx),
+        "SGLANG_FL_COMM_MODE": "fastest",
+        "SGLANG_FL_COMM_ROUTES": "all_reduce=torch:64|flagcx;all_gather=torch:64",
+    }
+    outcomes = run_ranks(_routes_selftest, 2, env=environment)
+    assert [outcome.code for outcome in outcomes] == [0, 0]
+    tested = {found["operation"] for found in LINE.finditer(outcomes[0].out) if found["backend"] == "routes"}
+    assert tested == {check.name for check in CHECKS}
+    assert "# routes: all_gather by size: torch:64|else flagcx; all_reduce by size: torch:64|flagcx" in outcomes[0].out
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
+def test_a_time_limit_that_is_none_is_a_usage_error(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given a limit that is no time, then the command line is refused with what is needed."""
+    with pytest.raises(SystemExit):
+        selftest.parse(["--timeout", limit])
+    assert f"{limit!r} is no time limit; write seconds, more than 0" in capsys.readouterr().err
+
+
 def test_one_process_needs_no_torchrun() -> None:
     outcome = run_selftest(["--quick", "--backend", "torch"], None, world_size=1)
     assert outcome.code == 0, outcome.out + outcome.err
@@ -130,7 +157,7 @@ def register_comm(registry):
 FAULTS = {
     "all_reduce does nothing": (
         "def all_reduce(self, tensor): pass",
-        {"all_reduce", "quant_all_reduce"},
+        SUMMING,
     ),
     "gather brings the parts in another order": (
         """
@@ -221,7 +248,7 @@ def test_a_library_whose_all_reduce_does_nothing_cannot_be_created(hostcx: Path,
 def test_a_library_whose_all_reduce_does_nothing_for_larger_counts_is_found_out(hostcx: Path, tmp_path: Path) -> None:
     outcome = run_selftest(["--quick", "--backend", "flagcx"], _idle_library(tmp_path, hostcx, 100))
     assert outcome.code == 1
-    assert set(outcome.wrong()) == {"all_reduce", "quant_all_reduce"}, outcome.out
+    assert set(outcome.wrong()) == SUMMING, outcome.out
 
 
 # What cannot be run

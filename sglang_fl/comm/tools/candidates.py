@@ -11,7 +11,9 @@ from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.policy import communicator_order, communicator_policy
+from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
 from sglang_fl.comm.tools.launch import Launch
+from sglang_fl.config import CommMode
 from sglang_fl.selection import Kind
 
 
@@ -32,13 +34,22 @@ class Route:
     has_failed: bool = False
 
 
+# The name under which the routes by size of mode fastest are tried together, on the group's own backend.
+ROUTES = "routes"
+
+
 def known_names(launch: Launch) -> list[str]:
-    """Backends that any rank knows, flagos first, reference last. All ranks must call it."""
+    """Backends that any rank knows, flagos first, reference last, then the settings' routes, if they are in use.
+
+    All ranks must call it.
+    """
     own = {name: list(Kind).index(backend.kind) for name, backend in discover_backends().backends.items()}
     places: dict[str, int] = {}
     for known in launch.exchange("tell known backends", own):
         places.update(known)
-    return sorted(places, key=lambda name: (places[name], name))
+    names = sorted(places, key=lambda name: (places[name], name))
+    comm = launch.settings.comm
+    return [*names, ROUTES] if comm.mode is CommMode.FASTEST and comm.routes else names
 
 
 def asked_for(launch: Launch, named: list[str]) -> list[str]:
@@ -62,6 +73,8 @@ def opened(launch: Launch, name: str) -> Iterator[Route]:
 
 
 def _open(launch: Launch, name: str) -> Route:
+    if name == ROUTES:
+        return _open_routes(launch)
     context = replace(launch.context, name=f"{launch.context.name}:{name}")
     reasons = launch.exchange(f"probe {name}", _refusal(launch, name))
     refused = [rank for rank, reason in enumerate(reasons) if reason]
@@ -75,6 +88,21 @@ def _open(launch: Launch, name: str) -> Route:
     except AgreementError as error:
         return Route(name, None, str(error), has_failed=True)
     return Route(name, CommunicatorFL.from_agreed(context, agreed))
+
+
+def _open_routes(launch: Launch) -> Route:
+    context = replace(launch.context, name=f"{launch.context.name}:{ROUTES}")
+    backends, policy = discover_backends().backends, communicator_policy(launch.settings)
+    comm = launch.settings.comm
+    try:
+        agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(comm))
+        agreed, words = add_routes(context, agreed, comm.routes, backends, policy)
+    except AgreementError as error:
+        return Route(ROUTES, None, str(error), has_failed=True)
+    launch.say(f"# {ROUTES}: {'; '.join(words)}")
+    communicator = CommunicatorFL.from_agreed(context, agreed, routes=words)
+    communicator.backend = ROUTES
+    return Route(ROUTES, communicator)
 
 
 def _refusal(launch: Launch, name: str) -> str:

@@ -24,6 +24,8 @@ def _one(name: str, run: Callable[[Scope], None]) -> Check:
 
 CHECKS: tuple[Check, ...] = (
     _one("all_reduce", checks_reductions.all_reduce),
+    _one("all_reduce_in_place", checks_reductions.all_reduce_in_place),
+    _one("all_reduce_new", checks_reductions.all_reduce_new),
     _one("quant_all_reduce", checks_reductions.quant_all_reduce),
     _one("fused_allreduce_rmsnorm", checks_reductions.fused_allreduce_rmsnorm),
     _one("reduce_scatter_tensor", checks_reductions.reduce_scatter_tensor),

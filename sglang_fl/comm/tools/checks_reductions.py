@@ -18,7 +18,28 @@ def all_reduce(scope: Scope, method: str = "all_reduce") -> None:
     for case in scope.summing_cases(call):
         placed = scope.place(case, scope.summand(case, scope.rank))
         result = call(placed.tensor)
-        scope.tally.count(case, placed.wrong(scope.total(case)) + (result is not placed.tensor))
+        if result is placed.tensor:
+            scope.tally.count(case, placed.wrong(scope.total(case)))
+        else:
+            # With routes by size all_reduce may give a new tensor.
+            may_be_new = method == "all_reduce" and bool(scope.communicator.routes)
+            scope.tally.count(case, data.wrong_elements(result, scope.total(case)) + (not may_be_new))
+
+
+def all_reduce_in_place(scope: Scope) -> None:
+    """In place, whatever routes there are."""
+    all_reduce(scope, "all_reduce_in_place")
+
+
+def all_reduce_new(scope: Scope) -> None:
+    """In a new tensor; the argument keeps its bytes."""
+    call = scope.communicator.all_reduce_new
+    for case in scope.summing_cases(call):
+        values = scope.summand(case, scope.rank)
+        placed = scope.place(case, values)
+        result = call(placed.tensor)
+        wrong = data.wrong_elements(result, scope.total(case))
+        scope.tally.count(case, wrong + placed.wrong(values) + (result is placed.tensor))
 
 
 def quant_all_reduce(scope: Scope) -> None:

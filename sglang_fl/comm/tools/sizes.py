@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -17,6 +19,21 @@ def parse_size(text: str) -> int:
     if not number.isdecimal() or unit not in _UNITS:
         raise ValueError(f"{text!r} is no size; write bytes, or a whole number with K, M or G, such as 64K")
     return int(number) * _UNITS[unit]
+
+
+def seconds(text: str) -> float:
+    """A time limit on a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or none above 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time limit; write seconds, more than 0")
+    return value
 
 
 def scan(smallest: int, largest: int, factor: int | None, step: int | None) -> list[int]:
