@@ -16,8 +16,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "README_zh.md",
     "docs/adding_a_chip.md": "docs/adding_a_chip_zh.md",
+    "docs/aten.md": "docs/aten_zh.md",
     "docs/communication.md": "docs/communication_zh.md",
     "docs/cpu.md": "docs/cpu_zh.md",
+    "docs/operators.md": "docs/operators_zh.md",
 }
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
