@@ -14,7 +14,14 @@ from sglang_fl.dispatch import OpImpl, OpManager, OpRegistry, SelectionPolicy, c
 from sglang_fl.dispatch.backends.reference import register_ops as reference
 from sglang_fl.dispatch.types import BackendImplKind
 from sglang_fl.selection import SelectionError
-from sglang_fl.sglang_hooks.operators import delta_rule, off_reason, operator_layer, piecewise, unknown_names
+from sglang_fl.sglang_hooks.operators import (
+    delta_rule,
+    explain_operator,
+    off_reason,
+    operator_layer,
+    piecewise,
+    unknown_names,
+)
 from sglang_fl.sglang_hooks.operators.binding import Binder
 from sglang_fl.sglang_hooks.operators.layer import OperatorLayer
 from sglang_fl.sglang_hooks.registration import misfits
@@ -129,6 +136,13 @@ def test_strict_with_the_vendor_is_met_by_sglangs_own_methods(registry: OpRegist
     for platform, denied in (("cpu", ""), ("cuda", "cuda")):
         with pytest.raises(SelectionError, match="No available implementation for fused_moe"):
             layer(platform, True, SGLANG_FL_DENY_VENDORS=denied, **variables)
+
+
+def test_explain_has_sglangs_own_method_among_the_candidates(registry: OpRegistry) -> None:
+    """Given SGLang's kernels, when an operator is explained, then its method is chosen or passed over with the rest."""
+    set_manager(OpManager(registry, SelectionPolicy(prefer="vendor")))
+    assert "chosen      vendor.nvidia" in explain_operator("fused_moe", "cuda", True)
+    assert "vendor.nvidia" not in explain_operator("fused_moe", "cpu", False)
 
 
 # ---- piecewise graphs ----

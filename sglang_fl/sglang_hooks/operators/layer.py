@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_fl.config import Settings
 from sglang_fl.dispatch import SelectionPolicy, configure, get_manager
+from sglang_fl.dispatch.explanation import explanation
 from sglang_fl.selection import SelectionError
 from sglang_fl.sglang_hooks.operators import delta_rule, piecewise
 from sglang_fl.sglang_hooks.operators.binding import Binder, first_call
@@ -94,6 +95,20 @@ def dispatch_hook(lists: ClassLists, binder: Binder) -> Hook:
         return own if row is None else first_call(self, row, own, binder)
 
     return Hook(f"{BASE_CLASS}.dispatch_forward", dispatch_forward)
+
+
+def explain_operator(op_name: str, platform: str | None, has_kernels: bool) -> str:
+    """As :func:`sglang_fl.dispatch.explain`, with SGLang's own method among the candidates.
+
+    Args:
+        op_name: the operator.
+        platform: the platform in use.
+        has_kernels: whether SGLang's own methods have the vendor's kernels.
+
+    Raises:
+        UnknownOperatorError: there is no such operator.
+    """
+    return str(explanation(op_name, extra=Binder(platform, has_kernels).candidates(op_name)))
 
 
 def unknown_names(settings: Settings) -> list[str]:
