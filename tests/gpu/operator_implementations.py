@@ -48,9 +48,13 @@ def must_refuse(impl: OpImpl, case: Case) -> bool:
     return rule is not None and rule(case)
 
 
+# sgl_kernel's tanh is the hardware's approximation, which an H200 showed to be 5e-5 off: as a rounding of float16.
+_ROUNDINGS = {("vendor.nvidia", "gelu_and_mul"): 1}
+
+
 def roundings(impl: OpImpl) -> int | None:
     """Further roundings that it may make; the kernels compute in float32 and round once."""
-    return None if impl.impl_id == "reference" else 0
+    return None if impl.impl_id == "reference" else _ROUNDINGS.get((impl.impl_id, impl.op_name), 0)
 
 
 def refused_by_rule(impl: OpImpl, call: Call) -> str:
