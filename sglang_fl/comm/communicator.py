@@ -131,7 +131,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
                 DRAIN_LIMIT_S,
             )
         self._device.close()
-        self._device = ClosedTransport(self.name)
+        self._device = ClosedTransport(self.name, self._device)
         self._host = self._device if self.device.type == "cpu" else self._metadata
 
     @property

@@ -233,12 +233,18 @@ class _EveryDtype(frozenset[Any]):
 class ClosedTransport(Transport):
     """What a destroyed group has: every call is an error."""
 
-    name = "closed"
-
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, was: Transport) -> None:
+        """``was``: what the group had; reports still tell of it."""
         every = _EveryDtype()
+        self.name = was.name
         self.capabilities = Capabilities(frozenset(Operation), every, every, frozenset())
+        self.extra_bytes = was.extra_bytes
         self._group = group
+        self._exceptions = was.exceptions()
+
+    def exceptions(self) -> dict[str, str]:
+        """As they were."""
+        return self._exceptions
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise CommError(f"group {self._group} is destroyed; make a new one")
