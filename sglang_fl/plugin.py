@@ -250,11 +250,11 @@ def _switch_on(plugin: Plugin) -> None:
     from sglang_fl.sglang_hooks import server
     from sglang_fl.sglang_hooks.registration import misfits, register
 
+    _check_files(plugin.settings)
     hooks: list[Hook] = [server.report_hook(plugin.report)]
     hooks += _aten_hooks(plugin)
     operators = _operator_layer(plugin)
     hooks += operators.hooks
-    _check_audit(plugin.settings)
     backend = plugin.settings.system.attention_backend
     if backend is not None:
         _check_attention_backend(plugin.settings, backend)
@@ -273,6 +273,7 @@ def _switch_on(plugin: Plugin) -> None:
     register(hooks)
     assert plugin.groups is not None
     plugin.groups.hooks = hooks
+    plugin.groups.operator_choices = operators.choices
 
 
 def _check_attention_backend(settings: Settings, backend: str) -> None:
@@ -290,12 +291,14 @@ def _check_attention_backend(settings: Settings, backend: str) -> None:
     )
 
 
-def _check_audit(settings: Settings) -> None:
-    path = settings.comm.audit
-    if path is None or (not path.is_dir() and os.access(path.absolute().parent, os.W_OK | os.X_OK)):
-        return
-    allowed = "a file, in a folder that exists and can be written"
-    raise _wrong(settings, "comm.audit", allowed, "Make the folder or name another file.")
+def _check_files(settings: Settings) -> None:
+    """The files that are written later must be possible now, while a message still reaches the user."""
+    for field_name in ("comm.audit", "ops.dispatch_log", "aten.log_path"):
+        path = settings.value(field_name)
+        if path is None or (not path.is_dir() and os.access(path.absolute().parent, os.W_OK | os.X_OK)):
+            continue
+        allowed = "a file, in a folder that exists and can be written"
+        raise _wrong(settings, field_name, allowed, "Make the folder or name another file.")
 
 
 def _wrong(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.memory import in_words
 from sglang_fl.comm.policy import communicator_policy
@@ -78,6 +80,7 @@ class Groups:
         native_kinds: kinds of backends for which SGLang's own methods are kept.
         timeout_s: how long to wait for a rank at each step; ``--dist-timeout`` may shorten it.
         hooks: every hook of the plugin; each must be live.
+        operator_choices: what layer 2 would run each operator on here; None if it is off.
         rank: this process's global rank, kept beyond the groups' end.
     """
 
@@ -87,6 +90,7 @@ class Groups:
     hooks: list[Hook] = field(default_factory=list)
     records: list[GroupRecord] = field(default_factory=list)
     timeout_s: float = 120.0
+    operator_choices: Callable[[], dict[str, str]] | None = None
     rank: int = 0
     clock: HookClock | None = None
     ledger: Ledger | None = None
@@ -274,7 +278,20 @@ class Groups:
         )
         views = context.exchange("compare settings", self._comparable())
         compare(views)
+        self._compare_operators(context)
         return len(views)
+
+    def _compare_operators(self, context: GroupContext) -> None:
+        """Ranks may have different chips, and so different implementations: told, and in strict mode an error."""
+        own = {} if self.operator_choices is None else self.operator_choices()
+        views = context.exchange("compare fused operators", own)
+        try:
+            compare([{f"the fused operator {name}": choice for name, choice in view.items()} for view in views])
+        except AgreementError as error:
+            if self.settings.ops.strict:
+                raise
+            if context.rank == 0:
+                logger.warning("[sglang_fl] results may be rounded differently from rank to rank: %s", error)
 
     def _comparable(self) -> dict[str, str]:
         versions = {f"version of {name}": version for name, version in self.versions.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_fl import plugin
+from sglang_fl.comm.errors import AgreementError
 from sglang_fl.testing.ranks import Environment, RankContext, RanksFailed, run_ranks
 from tests.distributed.coordinator_cases import CASES, NOT_CALLED, described, plain
 
@@ -44,7 +46,8 @@ def _load_plugins() -> None:
 
 def _make_groups(context: RankContext) -> None:
     """As SGLang does: plugins, arguments, the world, then the groups of the model at tp = world size."""
-    _load_plugins()
+    if plugin._plugin is None or not plugin._loaded:
+        _load_plugins()
     ServerArgs(model_path="dummy")
     parallel_state.init_distributed_environment(
         world_size=context.world_size,
@@ -211,6 +214,28 @@ def _traced(context: RankContext) -> dict[str, Any]:
     }
 
 
+def _other_operators(context: RankContext) -> dict[str, Any]:
+    """A rank whose machine has another implementation of an operator: what is logged, or the error."""
+    _load_plugins()
+    assert plugin._plugin is not None and plugin._plugin.groups is not None
+    plugin._plugin.groups.operator_choices = lambda: {"rms_norm": ("flagos", "reference")[context.rank]}
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sglang_fl").addHandler(handler)
+    try:
+        _make_groups(context)
+    except AgreementError as error:
+        return {"error": str(error), "warnings": []}
+    parallel_state.destroy_distributed_environment()
+    return {"error": "", "warnings": [line for line in lines if "rounded differently" in line]}
+
+
+def other_operators(environment: Environment) -> list[dict[str, Any]]:
+    """What ranks with different implementations say."""
+    return run_ranks(_other_operators, 2, gloo=False, env=environment)
+
+
 def by_size(environment: Environment) -> list[dict[str, Any]]:
     """What carried which size with these settings, per rank."""
     return run_ranks(_by_size, 2, gloo=False, env=environment)
@@ -242,6 +267,7 @@ if __name__ == "__main__":
         "calls": calls() if request.get("calls") else {},
         "selection": selection(request.get("selection", {})),
         "hooked": hooked(request.get("hooked", {})),
+        "other_operators": {name: other_operators(env) for name, env in request.get("other_operators", {}).items()},
         "by_size": {name: by_size(env) for name, env in request.get("by_size", {}).items()},
         "traced": {name: traced(env) for name, env in request.get("traced", {}).items()},
     }

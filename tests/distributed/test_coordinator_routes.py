@@ -19,7 +19,10 @@ def answer(hostcx: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     audit = tmp_path_factory.mktemp("audit") / "audit.json"
     base = {"FLAGCX_PATH": str(hostcx), "SGLANG_FL_COMM_AUDIT": str(audit)}
     fastest = {**base, "SGLANG_FL_COMM_MODE": "fastest", "SGLANG_FL_COMM_ROUTES": ROUTES}
-    return ask({"by_size": {"fastest": fastest}, "traced": {"all": base, "fastest": fastest}})
+    others = {"lenient": {}, "strict": {"SGLANG_FL_STRICT": "1", "SGLANG_FL_PREFER": "reference"}}
+    return ask(
+        {"by_size": {"fastest": fastest}, "traced": {"all": base, "fastest": fastest}, "other_operators": others}
+    )
 
 
 def test_each_size_takes_its_route(answer: dict[str, Any]) -> None:
@@ -45,3 +48,14 @@ def test_dynamo_traces_the_groups(mode: str, answer: dict[str, Any]) -> None:
         for operation in ("all_reduce", "all_gather", "reduce_scatter"):
             eager, before, after = (rank[name][operation] for name in ("eager calls", "before", "after"))
             assert {name: before[name] + calls for name, calls in eager.items()} == after, operation
+
+
+def test_ranks_with_other_fused_operators(answer: dict[str, Any]) -> None:
+    """Given ranks on which an operator has different implementations, as on different chips, then rank 0 warns with
+    operator, implementations and ranks; in strict mode all ranks end with the same."""
+    told = "the fused operator rms_norm is 'flagos' on rank(s) [0], 'reference' on rank(s) [1]"
+    first, second = answer["other_operators"]["lenient"]
+    assert not first["error"] and len(first["warnings"]) == 1 and told in first["warnings"][0]
+    assert second == {"error": "", "warnings": []}
+    strict = answer["other_operators"]["strict"]
+    assert strict[0]["error"] == strict[1]["error"] and told in strict[0]["error"]

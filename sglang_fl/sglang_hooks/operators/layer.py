@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang_fl.config import Settings
@@ -31,6 +32,8 @@ class OperatorLayer:
         hooks: for SGLang's registry; none if the layer is off.
         misfits: what of the installed SGLang the bridges do not fit.
         lines: further lines for the report.
+        choices: operator to the implementation that a layer would get here, for the comparison of ranks. It asks the
+            backends, so only after SGLang has set the device.
     """
 
     is_on: bool
@@ -38,6 +41,7 @@ class OperatorLayer:
     hooks: tuple[Hook, ...] = ()
     misfits: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
+    choices: Callable[[], dict[str, str]] | None = None
 
 
 def off_reason(settings: Settings) -> str:
@@ -79,7 +83,14 @@ def operator_layer(
         _require_first_choices(settings, lists.rows(), binder)
     function_hooks, lines = delta_rule.hooks(binder)
     hooks = (dispatch_hook(lists, binder), piecewise.hook(notice, refuse), *function_hooks)
-    return OperatorLayer(True, _describe(settings, lists), hooks, tuple(misfits(lists.rows())), tuple(lines))
+    return OperatorLayer(
+        is_on=True,
+        reason=_describe(settings, lists),
+        hooks=hooks,
+        misfits=tuple(misfits(lists.rows())),
+        lines=tuple(lines),
+        choices=partial(_choices, lists.rows(), binder),
+    )
 
 
 def dispatch_hook(lists: ClassLists, binder: Binder) -> Hook:
@@ -118,6 +129,18 @@ def unknown_names(settings: Settings) -> list[str]:
     known = (*get_manager().operators(), *delta_rule.FUNCTIONS, COMMUNICATOR)
     problems = settings.unknown_names("ops.backends", known)
     return [*unknown_class_names(settings), *(f"no such operator is known: {problem}" for problem in problems)]
+
+
+def _choices(rows: Iterable[Bridged], binder: Binder) -> dict[str, str]:
+    return {op_name: _choice(op_name, binder) for op_name in sorted({row.op_name for row in rows})}
+
+
+def _choice(op_name: str, binder: Binder) -> str:
+    try:
+        chosen = get_manager().select(op_name, extra=binder.candidates(op_name)).chosen
+    except SelectionError:
+        return "nothing"
+    return "nothing" if chosen is None else chosen.impl_id
 
 
 def _describe(settings: Settings, lists: ClassLists) -> str:
