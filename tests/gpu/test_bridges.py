@@ -33,18 +33,26 @@ PREFERENCES = ("flagos", "vendor", "reference")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sglang() -> Iterator[None]:
-    """SGLang's layers can be made, on the GPU."""
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """SGLang's layers can be made, on the GPU, in a group of one rank."""
     from sglang.srt import server_args
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.moe import initialize_moe_config
 
     arguments = server_args.ServerArgs(model_path="dummy")
     kept, server_args._global_server_args = server_args._global_server_args, arguments
     initialize_moe_config(arguments)
+    meeting = tmp_path_factory.mktemp("ranks") / "store"
+    parallel_state.init_distributed_environment(
+        world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{meeting}", backend="nccl"
+    )
+    parallel_state.initialize_model_parallel()
     torch.manual_seed(11)
     configure(load_settings({}, platform="cuda"))
     with torch.device("cuda"), torch.inference_mode():
         yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
     server_args._global_server_args = kept
     set_manager(None)
 
@@ -146,6 +154,7 @@ import sglang
 
 if __name__ == "__main__":
     engine = sglang.Engine(model_path=sys.argv[1], mem_fraction_static=0.2, attention_backend="triton",
+                           sampling_backend="pytorch", grammar_backend="none",
                            dtype="bfloat16", log_level="info", disable_radix_cache=True)
     replies = engine.generate(json.loads(sys.argv[2]), {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
                               return_logprob=True)
