@@ -162,6 +162,9 @@ def _model_runner(folder: Path, device: str) -> Any:
         load_format="dummy",
         dtype="bfloat16",
         device=device,
+        # What every install has; FlashAttention 3 and FlashInfer are packages of their own.
+        attention_backend="triton" if device == "cuda" else None,
+        sampling_backend="pytorch" if device == "cuda" else None,
         skip_tokenizer_init=True,
         disable_cuda_graph=device == "cpu",
         cuda_graph_bs=list(DECODE_BATCHES),
