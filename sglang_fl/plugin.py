@@ -72,7 +72,7 @@ class Plugin:
         logger.setLevel(self.settings.system.log_level.value)
         for line in self.report_lines():
             logger.info("[sglang_fl] %s", line)
-        for warning in (*self.settings.warnings, *_unknown_vendors(self.settings), *_idle_routes(self.settings)):
+        for warning in (*self.settings.warnings, *unknown_vendors(self.settings), *_idle_routes(self.settings)):
             logger.warning("[sglang_fl] %s", warning)
         for warning in _unknown_operators(self.settings):
             logger.warning("[sglang_fl] %s", warning)
@@ -308,7 +308,8 @@ def _wrong(
     return ConfigurationError(str(SettingsError([Problem(where, field_name, found, allowed, action, suggestion)])))
 
 
-def _unknown_vendors(settings: Settings) -> list[str]:
+def unknown_vendors(settings: Settings) -> list[str]:
+    """A line for each vendor of the lists that nobody knows."""
     from sglang_fl.comm.discovery import discover_backends
     from sglang_fl.dispatch import get_manager
 
@@ -372,8 +373,8 @@ def _operator_layer(plugin: Plugin) -> OperatorLayer:
         )
     except SelectionError as error:
         raise ConfigurationError(
-            f"sglang_fl: {plugin.settings.source('ops.strict').where} is set: {error} SGLANG_FL_STRICT=0 lets the "
-            "next one be used."
+            f"sglang_fl: {plugin.settings.source('ops.strict').where} is set: {error}\nSGLANG_FL_STRICT=0 lets "
+            "the next one be used."
         ) from error
     plugin.layers.append(LayerState(OPS_LAYER, layer.is_on, layer.reason))
     plugin.notices += layer.lines

@@ -35,6 +35,24 @@ def command(operator: str | None, as_json: bool) -> None:
         click.echo(json.dumps([asdict(each) for each in found], indent=1))
         return
     click.echo("\n".join(map(str, found)))
+    for line in _notes():
+        click.echo(f"note: {line}")
+
+
+def _notes() -> list[str]:
+    """What of the settings keeps the above from happening in a server, and names in them that nobody knows."""
+    from sglang_fl.dispatch.policy import process_settings
+    from sglang_fl.plugin import unknown_vendors
+    from sglang_fl.sglang_hooks.operators.layer import off_reason, unknown_names
+    from sglang_fl.sglang_hooks.operators.lists import ClassLists
+
+    settings = process_settings()
+    off = off_reason(settings)
+    lists = ClassLists.from_settings(settings).describe()
+    notes = [f"layer 2 is off, SGLang's own methods run: {off}"] if off else []
+    if lists and not off:
+        notes.append(f"not every class is taken over: {lists}; the others keep SGLang's own method")
+    return [*notes, *unknown_names(settings), *unknown_vendors(settings)]
 
 
 def _sglangs_own(op_name: str) -> Sequence[OpImpl]:

@@ -17,6 +17,8 @@ from sglang_fl.dispatch.types import NotSupportedError, OpImpl, OwnMethodError
 
 logger = logging.getLogger("sglang_fl.dispatch")
 Function = Callable[..., Any]
+After = Callable[[Exception, Sequence[Any], dict[str, Any], int | None], Any]
+_MAIN_INPUT = 1  # behind the layer
 
 # After one of these the device, or its memory, is not what it was: another try hides the cause or fails as well.
 _DEVICE_ERRORS: tuple[type[BaseException], ...] = tuple(
@@ -62,13 +64,14 @@ class Call:
     Attributes:
         fn: the function to call.
         first: the first implementation alone, for a caller that guards the call itself and saves the guard's time.
-        after: what ``fn`` does when ``first`` raised, given the error and the call's arguments: the result of the next
-            implementation, or the error again.
+        after: what ``fn`` does when ``first`` raised, given the error, the call's arguments, and the version counter
+            that its main input, the second argument, had before (None where it keeps none, as in inference mode): the
+            result of the next implementation, or the error again.
     """
 
     fn: Function
     first: Function
-    after: Callable[[Exception, Sequence[Any], dict[str, Any]], Any]
+    after: After
 
 
 def make_call(
@@ -110,26 +113,38 @@ def _asking(op_name: str, impl: OpImpl, when: Asking) -> Function:
     return asking
 
 
-def _guarded(first: Function, after: Callable[[Exception, Sequence[Any], dict[str, Any]], Any]) -> Call:
+def _guarded(first: Function, after: After) -> Call:
     def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            version = args[_MAIN_INPUT]._version
+        except (AttributeError, IndexError, RuntimeError):
+            version = _version(args, kwargs)
         try:
             return first(*args, **kwargs)
         except OwnMethodError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again by what decides on it, or reported there
-            return after(error, args, kwargs)
+            return after(error, args, kwargs, version)
 
     return Call(guarded, first, after)
 
 
-def _raise_again(error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _version(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    """The version counter of a call's main input, which PyTorch's operations move on when they write to it."""
+    inputs = [*args[_MAIN_INPUT : _MAIN_INPUT + 1], *kwargs.values()]
+    try:
+        version: int = inputs[0]._version
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return version
+
+
+def _raise_again(error: Exception, args: Sequence[Any], kwargs: dict[str, Any], version: int | None) -> Any:
     raise error
 
 
-def _strictly(
-    op_name: str, impl: OpImpl, reports: Reports
-) -> Callable[[Exception, Sequence[Any], dict[str, Any]], Any]:
-    def after(error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _strictly(op_name: str, impl: OpImpl, reports: Reports) -> After:
+    def after(error: Exception, args: Sequence[Any], kwargs: dict[str, Any], version: int | None) -> Any:
         if not isinstance(error, OwnMethodError):
             consequence = "strict mode: nothing else is tried"
             _add_note(error, f"{op_name}: raised by {impl.impl_id}; {consequence}")
@@ -148,18 +163,20 @@ class _Chain:
         self._functions = functions
         self._reports = reports
 
-    def after(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def after(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], version: int | None) -> Any:
         """What follows on ``error`` of the first implementation."""
-        if not self.may_go_on(0, error, args, kwargs):
+        if not self.may_go_on(0, error, args, kwargs, version):
             raise error
         return self.go_on([error], args, kwargs)
 
-    def may_go_on(self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    def may_go_on(
+        self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], version: int | None
+    ) -> bool:
         """Whether the inputs are surely as they were and somebody is left; otherwise the error gets a note."""
         if isinstance(error, OwnMethodError):
             return False
         impl_id = self._ids[position]
-        obstacle = self._obstacle(position, error, args, kwargs)
+        obstacle = self._obstacle(position, error, args, kwargs, version)
         if obstacle:
             _add_note(error, f"{self._op_name}: raised by {impl_id}; nothing else is tried, {obstacle}")
             return False
@@ -170,12 +187,12 @@ class _Chain:
 
     def go_on(self, errors: list[Exception], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the implementation behind those that raised ``errors``, and then, where that is right, the next."""
-        position = len(errors)
+        position, version = len(errors), _version(args, kwargs)
         try:
             return self._functions[position](*args, **kwargs)
         except Exception as error:
             errors.append(error)
-            if self.may_go_on(position, error, args, kwargs):
+            if self.may_go_on(position, error, args, kwargs, version):
                 return self.go_on(errors, args, kwargs)
             if isinstance(error, NotSupportedError):
                 raise NotSupportedError(self._nobody(errors)) from error
@@ -188,16 +205,20 @@ class _Chain:
         said = (f"  {impl_id}: {error}" for impl_id, error in zip(self._ids, errors, strict=True))
         return "\n".join([f"No available implementation for this call of {self._op_name}:", *said])
 
-    def _obstacle(self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    def _obstacle(
+        self, position: int, error: Exception, args: Sequence[Any], kwargs: dict[str, Any], version: int | None
+    ) -> str:
+        """Why the next implementation may not get the same call; "" if nothing speaks against it."""
         if position + 1 == len(self._functions):
             return f"there is none after {', '.join(self._ids)}"
-        if isinstance(error, NotSupportedError):
-            return ""
         if _is_device_error(error):
             return "the device or its memory failed"
+        is_refusal = isinstance(error, NotSupportedError)
         if hands_inputs_over(self._op_name, args, kwargs):
-            return "it may have changed the inputs"
-        return ""
+            return "" if is_refusal else "it may have changed the inputs"
+        if version is not None:
+            return "" if _version(args, kwargs) == version else "it has changed its input"
+        return "" if is_refusal else "its input keeps no count of changes, as in inference mode"
 
 
 def _is_device_error(error: Exception) -> bool:

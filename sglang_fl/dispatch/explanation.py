@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sglang_fl.dispatch.manager import OpManager, UnknownOperatorError, get_manager
 from sglang_fl.dispatch.policy import SelectionPolicy
+from sglang_fl.dispatch.registry import FUNCTION_OPERATORS
 from sglang_fl.dispatch.types import OpImpl
 from sglang_fl.selection import Candidate, Selection, SelectionError, select
 
@@ -67,6 +68,8 @@ def explanation(op_name: str, manager: OpManager | None = None, extra: Sequence[
         selection = select(op_name, candidates, replace(policy, strict=False).for_selection())
     except SelectionError:
         rows = tuple(Row(each.impl_id, False, _reason(each, op_name, policy)) for each in candidates)
+        if op_name in FUNCTION_OPERATORS:
+            return Explanation(op_name, order, rows, "SGLang's own function stays: no backend offers another")
         return Explanation(op_name, order, rows, f"nothing can be used: the first call of {op_name} will fail")
     problem = _strict_problem(op_name, manager, policy, extra)
     return Explanation(op_name, order, _rows(selection, is_forbidden=bool(problem)), problem)

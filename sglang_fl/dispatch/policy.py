@@ -32,7 +32,8 @@ class SelectionPolicy:
     Vendors may have any of their names: cuda means nvidia.
 
     Raises:
-        ValueError: prefer is none of the kinds, or an operator's order is empty.
+        ValueError: prefer or a token is none of what is allowed, or an operator's order is empty.
+        TypeError: one text where several are meant, or a strict that is no bool.
     """
 
     prefer: str = Kind.FLAGOS.value
@@ -42,12 +43,15 @@ class SelectionPolicy:
     allow_vendors: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
+        _require_several(self)
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict is {self.strict!r}; allowed: True or False")
         orders = {op: tuple(_canonical_token(token) for token in order) for op, order in self.per_op_order.items()}
         empty = [op for op, order in orders.items() if not order]
         if empty:
             raise ValueError(f"per_op_order of {', '.join(empty)} is empty; name at least one of flagos, vendor, ...")
         values: dict[str, object] = {
-            "prefer": Kind(_text(self.prefer)).value,
+            "prefer": _kind(_text(self.prefer)),
             "per_op_order": MappingProxyType(orders),
             "deny_vendors": _canonical_vendors(self.deny_vendors),
             "allow_vendors": None if self.allow_vendors is None else _canonical_vendors(self.allow_vendors),
@@ -67,6 +71,10 @@ class SelectionPolicy:
             allow_vendors=None if ops.allow_vendors is None else frozenset(ops.allow_vendors),
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        orders = dict(self.per_op_order)
+        return SelectionPolicy, (self.prefer, orders, self.strict, self.deny_vendors, self.allow_vendors)
+
     def for_selection(self) -> Policy:
         """The same as :func:`sglang_fl.selection.select` takes it."""
         return Policy(
@@ -76,6 +84,22 @@ class SelectionPolicy:
             allow_vendors=self.allow_vendors,
             strict=self.strict,
         )
+
+
+def _require_several(policy: SelectionPolicy) -> None:
+    """One text is a sequence of letters, too, and would silently mean nothing."""
+    given: dict[str, object] = {"deny_vendors": policy.deny_vendors, "allow_vendors": policy.allow_vendors}
+    given |= {f"per_op_order of {op}": order for op, order in policy.per_op_order.items()}
+    for name, value in given.items():
+        if isinstance(value, str):
+            raise TypeError(f"{name} is the text {value!r}; allowed: a set or sequence of names, such as ({value!r},)")
+
+
+def _kind(word: str) -> str:
+    kinds = [kind.value for kind in Kind]
+    if word not in kinds:
+        raise ValueError(f"prefer is {word!r}; allowed: {', '.join(kinds)}")
+    return word
 
 
 def _text(word: str) -> str:

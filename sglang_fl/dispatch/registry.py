@@ -9,6 +9,8 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from sglang_fl.config import canonical_vendor, closest
 from sglang_fl.dispatch.ops import FLBackendBase
 from sglang_fl.dispatch.types import BackendImplKind, OpImpl
@@ -147,6 +149,7 @@ def _check_fields(values: Mapping[str, Any], label: str) -> None:
         raise RegistrationError(f"{label}: fn is {values['fn']!r}, which cannot be called")
     if values["kind"] is BackendImplKind.VENDOR and not values.get("vendor"):
         raise RegistrationError(f"{label}: kind vendor needs vendor=, the vendor's name, such as vendor='ascend'")
+    _check_rules(values, label)
     if values.get("min_arch") is not None:
         try:
             parse_arch(values["min_arch"])
@@ -154,6 +157,26 @@ def _check_fields(values: Mapping[str, Any], label: str) -> None:
             raise RegistrationError(
                 f"{label}: min_arch is {values['min_arch']!r}; allowed: a compute capability such as '9.0', or None"
             ) from None
+
+
+def _check_rules(values: Mapping[str, Any], label: str) -> None:
+    priority, dtypes, supports = (values.get(name) for name in ("priority", "supported_dtypes", "supports"))
+    if "priority" in values and (not isinstance(priority, int) or isinstance(priority, bool)):
+        raise RegistrationError(f"{label}: priority is {priority!r}; allowed: a whole number, see BackendPriority")
+    if dtypes is not None:
+        names = set(dtypes) if isinstance(dtypes, (set, frozenset, list, tuple)) else {dtypes}
+        wrong = [name for name in names if not _is_dtype(str(name).removeprefix("torch."))]
+        if wrong or not isinstance(dtypes, (set, frozenset, list, tuple)):
+            raise RegistrationError(
+                f"{label}: supported_dtypes is {dtypes!r}; allowed: a set of torch's names of dtypes, such as "
+                "{'bfloat16', 'float32'}, or None"
+            )
+    if supports is not None and not callable(supports):
+        raise RegistrationError(f"{label}: supports is {supports!r}; allowed: a function of the layer, or None")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _check_new(impl: OpImpl, present: Iterable[OpImpl]) -> None:

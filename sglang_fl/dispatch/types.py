@@ -91,11 +91,12 @@ class OpImpl:
             return Availability.yes()
         try:
             answer = probe()
-        except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
+            if isinstance(answer, Availability):
+                return answer
+            is_available = bool(answer)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
             return Availability.no(f"its is_available raised {type(error).__name__}: {error}")
-        if isinstance(answer, Availability):
-            return answer
-        return Availability.yes() if answer else Availability.no("its is_available says no")
+        return Availability.yes() if is_available else Availability.no("its is_available says no")
 
     def is_available(self) -> bool:
         """Whether it can be used in this process."""

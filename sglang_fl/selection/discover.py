@@ -72,6 +72,6 @@ def _attribute(dotted: str, function_name: str) -> Callable[[Any], None]:
 def _load(name: str, origin: str, load: Callable[[], Callable[[Any], None]]) -> Discovered:
     try:
         return Discovered(name, origin, load())
-    except Exception as error:  # noqa: BLE001 - third-party code; the error is kept and reported with the backend
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code; the error is kept and reported with the backend
         last = "".join(traceback.format_exception(error)[-2:]).strip()
         return Discovered(name, origin, None, f"{type(error).__name__}: {error}\n{last}")

@@ -159,3 +159,19 @@ def test_the_command_line_itself(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "Did you mean rms_norm?" in wrong.stderr
     assert "Traceback" not in wrong.stderr
+
+
+def test_the_command_says_what_keeps_a_server_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given layer 2 switched off, or names that nobody knows, then the command's notes say so."""
+
+    def notes(**variables: str) -> str:
+        environment = {**os.environ, **variables}
+        command = [sys.executable, "-m", "sglang_fl", "explain", "rms_norm"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    off = notes(SGLANG_FL_OOT_ENABLED="0")
+    assert "note: layer 2 is off, SGLang's own methods run: oot_enabled is off (from SGLANG_FL_OOT_ENABLED)" in off
+    misspelled = notes(SGLANG_FL_PER_OP="rms_nrom=reference", SGLANG_FL_DENY_VENDORS="cudda")
+    assert "note: no such operator is known:" in misspelled and "Did you mean 'rms_norm'" in misspelled
+    assert "note: no such vendor is known:" in misspelled
+    assert "note: not every class is taken over: without RMSNorm" in notes(SGLANG_FL_OOT_BLACKLIST="RMSNorm")

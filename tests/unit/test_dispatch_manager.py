@@ -444,3 +444,35 @@ def test_a_manager_of_everything_has_the_built_in_backends() -> None:
 def test_an_empty_registry_is_taken_as_it_is() -> None:
     """Given an empty registry, when a manager is made of it, then nothing is added to it."""
     assert OpManager(OpRegistry(), SelectionPolicy()).registry.operators() == ()
+
+
+@pytest.mark.parametrize("error", [REFUSAL, FAILURE])
+def test_a_changed_input_is_never_handed_on(error: Exception) -> None:
+    """Case 23. Given an implementation that writes to an input that it must keep and then raises, when called, then
+    that error comes out, even a refusal, and nobody else gets the changed input."""
+
+    def writes(layer: object, x: torch.Tensor) -> str:
+        x.mul_(2)
+        raise error
+
+    second = Counted("reference")
+    first = OpImpl("silu_and_mul", "flagos", BackendImplKind.DEFAULT, writes)
+    registry = OpRegistry()
+    registry.register_many([first, OpImpl("silu_and_mul", "reference", BackendImplKind.REFERENCE, second)])
+    manager = OpManager(registry, SelectionPolicy())
+    for function in (manager.bind("silu_and_mul", LAYER).fn, manager.resolve("silu_and_mul")):
+        assert raised(lambda function=function: function(LAYER, torch.ones(2))) is error
+        assert raised(lambda function=function: function(LAYER, x=torch.ones(2))) is error
+    assert second.calls == []
+
+
+def test_without_a_count_of_changes_only_a_refusal_goes_on() -> None:
+    """Given inference mode, in which a tensor keeps no count, then an error comes out, and a refusal goes on."""
+    with torch.inference_mode():
+        x = torch.ones(2)
+        for error, goes_on in ((FAILURE, False), (REFUSAL, True)):
+            bound = manager_of(Counted("flagos", error), Counted("reference")).bind("silu_and_mul", LAYER)
+            if goes_on:
+                assert bound.fn(LAYER, x) == "reference"
+            else:
+                assert raised(lambda bound=bound: bound.fn(LAYER, x)) is error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
 import pytest
 
@@ -246,3 +249,29 @@ def test_what_was_resolved_while_something_changed_is_not_kept() -> None:
     set_manager(manager)
     assert resolve_op("silu_and_mul")(None) == "reference"
     assert call_op("silu_and_mul", None) == "flagos"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"deny_vendors": "acme"}, TypeError, "deny_vendors is the text 'acme'; allowed: a set or sequence of names"),
+        ({"allow_vendors": "acme"}, TypeError, "allow_vendors is the text 'acme'"),
+        ({"per_op_order": {"rms_norm": "vendor"}}, TypeError, "per_op_order of rms_norm is the text 'vendor'"),
+        ({"strict": "0"}, TypeError, "strict is '0'; allowed: True or False"),
+        ({"prefer": "vendr"}, ValueError, "prefer is 'vendr'; allowed: flagos, vendor, reference"),
+    ],
+)
+def test_a_policy_of_the_wrong_types_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """Given what would silently mean something else, then the policy is refused with what is allowed."""
+    with pytest.raises(error) as refused:
+        SelectionPolicy(**options)
+    assert message in str(refused.value)
+
+
+def test_a_policy_travels_to_another_process() -> None:
+    """Given a policy, when pickled or copied, then it is the same."""
+    policy = SelectionPolicy(
+        prefer="vendor", per_op_order={"rms_norm": ("vendor:cuda",)}, deny_vendors=frozenset({"x"})
+    )
+    for copied in (pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert copied == policy and dict(copied.per_op_order) == {"rms_norm": ("vendor:nvidia",)}

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_fl.dispatch.registry import FUNCTION_OPERATORS, KNOWN_OPERATORS, OpRegistry, RegistrationError, as_op_impl
 from sglang_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
@@ -124,3 +125,38 @@ def test_the_functions_that_sglang_calls_by_name_are_known() -> None:
 def test_the_priorities_are_those_of_the_public_plugin() -> None:
     """Given the constants that backends use, then flagos comes before vendor, and vendor before reference."""
     assert (BackendPriority.DEFAULT, BackendPriority.VENDOR, BackendPriority.REFERENCE) == (150, 100, 50)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("priority", "100", "priority is '100'; allowed: a whole number"),
+        ("priority", None, "priority is None"),
+        ("supported_dtypes", "float32", "supported_dtypes is 'float32'; allowed: a set of torch's names"),
+        ("supported_dtypes", {"fp32"}, "supported_dtypes is {'fp32'}"),
+        ("supported_dtypes", 3, "supported_dtypes is 3"),
+        ("supports", "all", "supports is 'all'; allowed: a function of the layer, or None"),
+    ],
+)
+def test_a_rule_that_could_not_be_asked_is_refused(field: str, value: object, message: str) -> None:
+    """Given a rule of the wrong type, when registered, then it is refused there, and does not fail at a selection."""
+    options: dict[str, Any] = {field: value}
+    with pytest.raises(RegistrationError) as refused:
+        OpRegistry().register_impl(OpImpl("silu_and_mul", "flagos", BackendImplKind.DEFAULT, print, **options))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [torch.ones(2), SystemExit("no device found")])
+def test_an_availability_that_is_none_is_a_no_with_its_reason(answer: object) -> None:
+    """Given an is_available that answers nothing of use, or that ends the program, then the answer is no, and why."""
+
+    def fn(layer: object, x: object) -> None: ...
+
+    def is_available() -> object:
+        if isinstance(answer, SystemExit):
+            raise answer
+        return answer
+
+    fn._is_available = is_available  # type: ignore[attr-defined]
+    found = OpImpl("silu_and_mul", "flagos", BackendImplKind.DEFAULT, fn).availability()
+    assert not found.available and "its is_available raised" in found.reason

@@ -112,7 +112,7 @@ def test_any_other_error_while_loading_ends_a_servers_process_too() -> None:
 
 def test_an_unknown_vendor_is_a_warning() -> None:
     """Given a vendor that nobody knows, when reported, then a warning suggests the one that was meant."""
-    script = SCRIPT + "\nprint('\\n'.join(plugin._unknown_vendors(plugin._plugin.settings)))"
+    script = SCRIPT + "\nprint('\\n'.join(plugin.unknown_vendors(plugin._plugin.settings)))"
     environment = {"PATH": "/usr/bin:/bin", "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_FL_DENY_VENDORS": "nvidai,cuda"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert "no such vendor is known: SGLANG_FL_DENY_VENDORS (ops.deny_vendors): found 'nvidai'" in done.stdout

@@ -19,9 +19,13 @@ def _make(connection: Connection) -> Method:
         if owner is not mine:
             return moved(owner, x)
         try:
+            version = x._version
+        except RuntimeError:  # inference mode
+            version = None
+        try:
             return first(layer, x)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            result = recover(error, (layer, x))
+            result = recover(error, (layer, x), version)
             return own(x) if result is OWN else result
 
     return forward

@@ -79,14 +79,18 @@ class Connection:
         self.own = own
         self._after = bound.call.after
 
-    def recover(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    def recover(
+        self, error: Exception, args: Sequence[Any], version: int | None, kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """After ``first`` raised ``error`` for these arguments: the result of the next implementation, or :data:`OWN`.
+
+        ``version``: of the second argument before the call, by which a change of it shows; None if it keeps none.
 
         Raises:
             Exception: ``error`` again, where nothing may follow on it.
         """
         try:
-            return self._after(error, args, kwargs or {})
+            return self._after(error, args, kwargs or {}, version)
         except OwnMethodError:
             return OWN
 

@@ -137,9 +137,13 @@ def _make(connection: Connection) -> Method:
         arguments = (layer, dispatch_output.hidden_states, w13, w2, weights, ids)
         w13_bias, w2_bias = parameters.get("w13_weight_bias"), parameters.get("w2_weight_bias")
         try:
+            version = dispatch_output.hidden_states._version
+        except RuntimeError:  # inference mode
+            version = None
+        try:
             output = first(*arguments, w13_bias=w13_bias, w2_bias=w2_bias, **options)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            output = recover(error, arguments, {"w13_bias": w13_bias, "w2_bias": w2_bias, **options})
+            output = recover(error, arguments, version, {"w13_bias": w13_bias, "w2_bias": w2_bias, **options})
             if output is OWN:
                 return own(layer, dispatch_output)
         return StandardCombineInput(hidden_states=output)

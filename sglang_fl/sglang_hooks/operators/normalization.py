@@ -42,9 +42,13 @@ def _make(connection: Connection) -> Method:
         if post_residual_addition is not None or x.ndim != 2 or modes._batch_invariant_MODE:
             return own(x, residual, post_residual_addition)
         try:
+            version = x._version if residual is None else None
+        except RuntimeError:  # inference mode
+            version = None
+        try:
             return first(layer, x, residual)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            result = recover(error, (layer, x, residual))
+            result = recover(error, (layer, x, residual), version)
             return own(x, residual, post_residual_addition) if result is OWN else result
 
     return forward
@@ -57,13 +61,15 @@ def _obstacle(layer: Any, subject: Any, own: Method) -> str:
 
 
 def _rms_norm_obstacle(layer: Any, subject: Any, own: Method) -> str:
-    from sglang.srt.server_args import get_global_server_args
+    from sglang.srt import server_args
 
     for name, plain in _PLAIN:
         value = getattr(layer, name)
         if value is not plain:
             return f"{name} is {value!r}"
-    target = get_global_server_args().rl_on_policy_target
+    # Without a server SGLang has no arguments, and its own method asks for none.
+    arguments = server_args._global_server_args
+    target = None if arguments is None else arguments.rl_on_policy_target
     return f"rl_on_policy_target is {target!r}" if target is not None else _obstacle(layer, subject, own)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,16 @@ def _obstacle(layer: Any, subject: Any, own: Method) -> str:
     return ""
 
 
+def _require_shapes(layer: Any, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> None:
+    # copy_ would spread a smaller result over all tokens or heads.
+    for name, right, given in zip(("query", "key"), expected, found, strict=True):
+        if right.shape != given.shape:
+            raise RuntimeError(
+                f"rotary_embedding for {type(layer).__name__}: the implementation returned a {name} of the shape "
+                f"{list(given.shape)}, right is {list(right.shape)}. The log names it where the class was bound."
+            )
+
+
 def _make_rotary(connection: Connection) -> Method:
     """Rotates query and key in place and returns them, as SGLang's method on CUDA devices does."""
     mine, layer, first = connection.owner, connection.layer, connection.first
@@ -98,12 +109,13 @@ def _make_rotary(connection: Connection) -> Method:
         try:
             rotated = first(layer, q, k, angles.cos, angles.sin, places, is_interleaved, True)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            rotated = recover(error, (layer, q, k, angles.cos, angles.sin, places, is_interleaved, True))
+            rotated = recover(error, (layer, q, k, angles.cos, angles.sin, places, is_interleaved, True), None)
             if rotated is OWN:
                 return own(positions, query, key, offsets, fused_set_kv_buffer_arg)
         # The contract is in place; an implementation that returns other tensors is as right once they are copied.
         q_out, k_out = rotated
         if q_out is not q or k_out is not k:
+            _require_shapes(layer, (q, k), (q_out, k_out))
             q.copy_(q_out)
             k.copy_(k_out)
         return query, key
@@ -139,7 +151,7 @@ def _make_mrotary(connection: Connection) -> Method:
         try:
             return first(layer, positions, query, key)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            result = recover(error, (layer, positions, query, key))
+            result = recover(error, (layer, positions, query, key), None)
             return own(positions, query, key, fused_set_kv_buffer_arg) if result is OWN else result
 
     return forward
