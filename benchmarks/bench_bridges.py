@@ -170,7 +170,7 @@ def measured(implementation: Implementation) -> list[Figure]:
         return sample
 
     figures = []
-    with torch.inference_mode():
+    with torch.no_grad():  # as SGLang serves
         for name, (through, direct) in subjects(implementation).items():
             samples = alternate({"bound": nanoseconds(through), "direct": nanoseconds(direct)}, ROUNDS)
             bar = Bar.difference_at_most(LARGEST_DIFFERENCE_NS)

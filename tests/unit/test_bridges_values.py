@@ -72,7 +72,7 @@ def test_the_functions_of_the_bridges_have_the_parameters_of_the_table(row: tabl
         layer_id=0,
         moe_runner_config=SimpleNamespace(activation="silu", apply_router_weight_on_input=False),
     )
-    bound: Any = SimpleNamespace(call=SimpleNamespace(first=None, after=None))
+    bound: Any = SimpleNamespace(call=SimpleNamespace(fn=None, first=None, after=None))
 
     def own() -> None:
         pass

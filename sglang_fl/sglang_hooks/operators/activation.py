@@ -13,14 +13,14 @@ APPROXIMATIONS = ("tanh", "none")
 
 def _make(connection: Connection) -> Method:
     mine, layer, first = connection.owner, connection.layer, connection.first
-    own, recover = connection.own, connection.recover
+    own, recover, reads_version = connection.own, connection.recover, connection.reads_version
 
     def forward(owner: Owner, x: torch.Tensor) -> Any:
         if owner is not mine:
             return moved(owner, x)
         try:
-            version = x._version
-        except RuntimeError:  # inference mode
+            version = x._version if reads_version else None
+        except RuntimeError:  # inference mode, unlike the first call
             version = None
         try:
             return first(layer, x)

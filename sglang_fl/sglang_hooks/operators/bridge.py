@@ -69,10 +69,13 @@ class Connection:
         subject: what the implementation gets as its first argument.
         first: the bound implementation, called with the operator's standard arguments.
         own: SGLang's own method for the platform, bound to the layer, for whatever the standard signature lacks.
+        reads_version: whether the main input's version counter is read before each call.
     """
 
     def __init__(self, owner: Owner, subject: Any, bound: Bound, own: Method) -> None:
         self.owner = owner
+        # Only where another implementation could follow is it of use, and in inference mode there is none to read.
+        self.reads_version = bound.call.fn is not bound.call.first and not torch.is_inference_mode_enabled()
         self.layer = owner.layer
         self.subject = subject
         self.first = bound.call.first

@@ -109,7 +109,7 @@ def _make(connection: Connection) -> Method:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     mine, experts, first = connection.owner, connection.subject, connection.first
-    own, recover = connection.own, connection.recover
+    own, recover, reads_version = connection.own, connection.recover, connection.reads_version
     # Looked up in every call: a weight update may replace the parameters.
     parameters = experts._parameters
     config = connection.layer.moe_runner_config
@@ -137,8 +137,8 @@ def _make(connection: Connection) -> Method:
         arguments = (layer, dispatch_output.hidden_states, w13, w2, weights, ids)
         w13_bias, w2_bias = parameters.get("w13_weight_bias"), parameters.get("w2_weight_bias")
         try:
-            version = dispatch_output.hidden_states._version
-        except RuntimeError:  # inference mode
+            version = dispatch_output.hidden_states._version if reads_version else None
+        except RuntimeError:  # inference mode, unlike the first call
             version = None
         try:
             output = first(*arguments, w13_bias=w13_bias, w2_bias=w2_bias, **options)

@@ -28,7 +28,7 @@ def _make(connection: Connection) -> Method:
     differently on different platforms, and only its method knows whether it reshapes.
     """
     mine, layer, first = connection.owner, connection.layer, connection.first
-    own, recover = connection.own, connection.recover
+    own, recover, reads_version = connection.own, connection.recover, connection.reads_version
     modes = sys.modules[_MODES]
 
     def forward(
@@ -42,8 +42,8 @@ def _make(connection: Connection) -> Method:
         if post_residual_addition is not None or x.ndim != 2 or modes._batch_invariant_MODE:
             return own(x, residual, post_residual_addition)
         try:
-            version = x._version if residual is None else None
-        except RuntimeError:  # inference mode
+            version = x._version if reads_version and residual is None else None
+        except RuntimeError:  # inference mode, unlike the first call
             version = None
         try:
             return first(layer, x, residual)

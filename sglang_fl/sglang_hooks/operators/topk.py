@@ -127,13 +127,9 @@ def _make(connection: Connection) -> Method:
         # The bias may be replaced.
         bias = config.correction_bias
         try:
-            version = router_logits._version
-        except RuntimeError:  # inference mode
-            version = None
-        try:
             chosen = choose(layer, router_logits, top_k, correction_bias=bias)
         except Exception as error:  # noqa: BLE001 - recover raises it again unless another may follow
-            chosen = recover(error, (layer, router_logits, top_k), version, {"correction_bias": bias, **options})
+            chosen = recover(error, (layer, router_logits, top_k), None, {"correction_bias": bias, **options})
             if chosen is OWN:
                 return run_own(hidden_states, router_logits, num_token_non_padded, None)
         weights, ids = chosen
