@@ -73,7 +73,8 @@ def _own_ns(audit: Path) -> dict[str, int]:
 def _clocks(audit: Path) -> dict[str, dict[str, int]]:
     """Each rank's clock; waits until the audit has been written."""
     time.sleep(AUDIT_WAIT_S)
-    clocks = {path.name: json.loads(path.read_text())["clock"] for path in audit.parent.glob(f"{audit.name}*")}
+    written = (path for path in audit.parent.glob(f"{audit.name}*") if path.suffix != ".partial")
+    clocks = {path.name: json.loads(path.read_text())["clock"] for path in written}
     if len(clocks) != 2:
         raise RuntimeError(f"2 scheduler processes were to write {audit}*, found {sorted(clocks)}")
     return clocks
