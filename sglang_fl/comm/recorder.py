@@ -1,0 +1,134 @@
+"""What records a transport's calls, as the monitor and the dumps see it: the last calls, in fixed memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = 1024  # calls kept for each recorder
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call that a transport handed to its library, as it is shown and dumped.
+
+    Attributes:
+        number: of the recorder's calls, from 1; equal on all ranks for the same collective.
+        operation: of the transport: all_reduce, broadcast, send, ...
+        dtype: name without ``torch.``; empty where there is none.
+        count: elements as the library was told them.
+        peer: root, source or destination within the group; None where the operation has none.
+        stream: raw handle of the stream it was enqueued on, 0 for host memory or the default stream.
+        captured: it was captured into a graph, not run.
+        place: file, line and function from which the group was called; empty where unknown.
+        time_in_s: when it was entered, seconds since the epoch.
+        time_out_s: when it returned, for work on a device when it was enqueued; None while it has not.
+        error: what it ended with, if not with success.
+    """
+
+    number: int
+    operation: str
+    dtype: str = ""
+    count: int = 0
+    peer: int | None = None
+    stream: int = 0
+    captured: bool = False
+    place: str = ""
+    time_in_s: float = 0.0
+    time_out_s: float | None = None
+    error: str = ""
+
+    def what(self) -> str:
+        """Operation, dtype, elements and root: what all ranks of a collective must have in common."""
+        tensor = f" {self.dtype}[{self.count}]" if self.dtype else ""
+        return f"{self.operation}{tensor}{'' if self.peer is None else f' rank {self.peer}'}"
+
+    def row(self) -> dict[str, Any]:
+        """For JSON; :func:`from_row` reads it."""
+        return asdict(self)
+
+
+def from_row(row: Mapping[str, Any]) -> RecordedCall:
+    """The call that :meth:`RecordedCall.row` wrote.
+
+    Raises:
+        TypeError: a key is missing or unknown.
+    """
+    return RecordedCall(**row)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A device event behind a call: once it is done, so are that call and all before it on the recorder's stream.
+
+    Attributes:
+        number: of the last call before the event.
+        event: with ``query()``, as torch's device events.
+        time_s: when it was recorded, ``time.monotonic()``.
+    """
+
+    number: int
+    event: Any
+    time_s: float
+
+
+class Recorder(ABC):
+    """The calls of one library communicator, of one transport without such, or of one direction of a pair of ranks.
+
+    Its methods may be called from any thread. All but :meth:`abort` are local and return at once.
+
+    Attributes:
+        name: group and backend, for a pair also the direction: ``tp:0 flagcx``, ``pp:0 flagcx 0>1``.
+        ranks: the global ranks that take part, in the order of the library's ranks.
+        device: where its tensors live.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    device: torch.device
+
+    @abstractmethod
+    def entered(self) -> int:
+        """How many calls were entered so far: the number of the last one."""
+
+    @abstractmethod
+    def calls(self) -> list[RecordedCall]:
+        """What is kept, oldest first."""
+
+    @abstractmethod
+    def under_way(self) -> RecordedCall | None:
+        """The oldest call that has not returned; on a device a call returns when it is enqueued."""
+
+    @abstractmethod
+    def ask_for_mark(self) -> None:
+        """Have the next call outside of a capture followed by a device event. Nothing for host memory."""
+
+    @abstractmethod
+    def take_mark(self) -> Mark | None:
+        """The latest mark since the last time this was called; None if there is none."""
+
+    @abstractmethod
+    def mark_now(self) -> Mark | None:
+        """Record an event behind the last call from this thread.
+
+        None if there is nothing to mark (no call, or host memory) or the stream is being captured. The caller makes
+        sure that no capture begins meanwhile (:class:`sglang_fl.comm.captures.Captures`).
+        """
+
+    @abstractmethod
+    def refuse(self, reason: str) -> None:
+        """Let every further call raise CommError(reason) before anything reaches the library."""
+
+    @abstractmethod
+    def abort(self, limit_s: float) -> bool:
+        """On host memory, make a call that is under way in the library return with an error; False if it cannot."""
+
+    def last(self) -> RecordedCall | None:
+        """The latest call; None if there was none."""
+        calls = self.calls()
+        return calls[-1] if calls else None
