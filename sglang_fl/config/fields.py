@@ -11,6 +11,7 @@ from sglang_fl.config.value_types import (
     Names,
     OpOrders,
     PathText,
+    Seconds,
     Text,
     ValueType,
     choice_of,
@@ -180,6 +181,25 @@ FIELDS: tuple[Field, ...] = (
         "comm.audit", "SGLANG_FL_COMM_AUDIT", "comm.audit", PathText(), None,
         "File that records what each group carried and what the hooks cost; other ranks write PATH.rankN.",
         "/tmp/comm_audit.json", compared=False,
+    ),
+    Field(
+        "comm.timeout_s", "SGLANG_FL_COMM_TIMEOUT_S", "comm.timeout_s", Seconds(), None,
+        "Seconds after which a communication that is not done fails; not set: SGLang's --dist-timeout, else 600.",
+        "300",
+    ),
+    Field(
+        "comm.create_timeout_s", "SGLANG_FL_COMM_CREATE_TIMEOUT_S", "comm.create_timeout_s", Seconds(), 120.0,
+        "Seconds within which all ranks of a group must have created its communicator.", "60",
+    ),
+    Field(
+        "comm.record", "SGLANG_FL_COMM_RECORD", "comm.record", Boolean(), True,
+        "Records the last calls of each group and watches them; off: only the creation of groups is watched.", "0",
+    ),
+    # One node may have another disk than the next.
+    Field(
+        "comm.dump_dir", "SGLANG_FL_COMM_DUMP_DIR", "comm.dump_dir", PathText(), None,
+        "Private folder for the dumps of recorded calls; not set: one of the user under the temporary directory.",
+        "/tmp/comm_dumps", compared=False,
     ),
     Field(
         "system.config_file", "SGLANG_FL_CONFIG", None, PathText(), None,

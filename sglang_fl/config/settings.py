@@ -61,13 +61,20 @@ class AtenSettings:
 
 @dataclass(frozen=True)
 class CommSettings:
-    """Layer 3, communication. backend is FLAGCX where only ``flagcx_path`` is set."""
+    """Layer 3, communication. backend is FLAGCX where only ``flagcx_path`` is set.
+
+    timeout_s: seconds, None where SGLang's --dist-timeout or 600 counts; dump_dir: None for the user's own folder.
+    """
 
     backend: CommBackend
     mode: CommMode
     routes: tuple[CommRouteOrder, ...]
     flagcx_path: Path | None
     audit: Path | None
+    timeout_s: float | None
+    create_timeout_s: float
+    record: bool
+    dump_dir: Path | None
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ T = TypeVar("T")
 
 NOT_SET = "not set"
 MAX_BACKENDS_PER_OP = 3
+MAX_SECONDS = 365 * 24 * 3600
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_NUMBER = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _TAG_WORDS = {
     "null": "nothing",
@@ -176,6 +178,26 @@ class Text(ScalarType):
         if not text.strip():
             raise InvalidValueError(repr(text), self.allowed)
         return text.strip()
+
+
+class Seconds(ScalarType):
+    """A time limit: a positive number of seconds, never endless. The value is a float."""
+
+    tags = ("int", "float", "str")
+    allowed = f"a number of seconds above 0, such as 90 or 0.5, at most {MAX_SECONDS} (a year)"
+
+    def from_text(self, text: str) -> float:
+        token = text.strip()
+        if not _NUMBER.fullmatch(token):
+            number = token.rstrip("sS ")
+            raise InvalidValueError(repr(text), self.allowed, number if _NUMBER.fullmatch(number) else None)
+        value = float(token)
+        if not 0 < value <= MAX_SECONDS:
+            raise InvalidValueError(repr(text), self.allowed)
+        return value
+
+    def to_text(self, value: Any) -> str:
+        return NOT_SET if value is None else str(float(value)).removesuffix(".0")
 
 
 class PathText(ScalarType):

@@ -71,6 +71,13 @@ def single(error: SettingsError) -> Problem:
         ),
         ("SGLANG_FL_COMM_ROUTES", "all_reduce=a:9;all_reduce=b", "the operation all_reduce twice", "", None),
         ("SGLANG_FL_COMM_ROUTES", "all_reduce=" + "|".join(f"a:{n}" for n in range(1, 10)), "9 routes", "1 to 8", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "0", "'0'", "a number of seconds above 0", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "-1", "'-1'", "a number of seconds above 0", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "inf", "'inf'", "at most 31536000", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "1e9", "'1e9'", "at most 31536000", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "nan", "'nan'", "a number of seconds above 0", None),
+        ("SGLANG_FL_COMM_TIMEOUT_S", "90s", "'90s'", "a number of seconds above 0", "'90'"),
+        ("SGLANG_FL_COMM_CREATE_TIMEOUT_S", "2m", "'2m'", "a number of seconds above 0", None),
         ("FLAGCX_PATH", "~no_such_user_here/x", "'~no_such_user_here/x'", "a path whose ~user exists", None),
     ],
 )
@@ -88,12 +95,17 @@ def test_wrong_variable(variable: str, text: str, found: str, allowed: str, sugg
     assert ("Did you mean" in str(error)) == (suggestion is not None)
 
 
+def yaml_line(field: Field, value: str) -> str:
+    section, nested, key = str(field.yaml_key).rpartition(".")
+    return f"{section}: {{{key}: {value}}}\n" if nested else f"{key}: {value}\n"
+
+
 @pytest.mark.parametrize("field", BOOLEANS, ids=lambda field: field.name)
 @pytest.mark.parametrize("word", ["maybe", "2", "-1", "y", "enabled", "0.0", "None"])
 def test_boolean_that_is_none(field: Field, word: str, tmp_path: Path) -> None:
     assert single(refusal({field.variable: word})).found == repr(word)
-    problem = single(refusal_of_file(tmp_path / "user.yaml", f"{field.yaml_key}: {word}\n"))
-    assert problem.where.endswith("user.yaml:1") and word in problem.found
+    problem = single(refusal_of_file(tmp_path / "user.yaml", yaml_line(field, word)))
+    assert f"{tmp_path}/user.yaml:" in problem.where and word in problem.found
 
 
 WRONG_NODES = {
@@ -106,8 +118,12 @@ WRONG_NODES = {
 @pytest.mark.parametrize("node", WRONG_NODES)
 def test_wrong_type_in_yaml(field: Field, node: str, tmp_path: Path) -> None:
     # given a node that is of the field's own form, this is no wrong type
-    own_form = {"Names": "[a]", "OpOrders": "{a: b}", "CommRoutes": "{a: b}"}.get(type(field.type).__name__)
-    if node == own_form:
+    own_form = {"Names": "[a]", "OpOrders": "{a: b}", "CommRoutes": "{a: b}", "Seconds": "7.5"}.get(
+        type(field.type).__name__
+    )
+    if own_form == "7.5" == node:
+        node, found = "-7.5", "'-7.5'"
+    elif node == own_form:
         node, found = "[[a]]" if node == "[a]" else "{a: {b: c}}", "a list" if node == "[a]" else "a mapping"
     else:
         found = WRONG_NODES[node]

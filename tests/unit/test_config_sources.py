@@ -8,7 +8,7 @@ import pytest
 
 from sglang_fl.config import FIELDS, Field, Settings, SettingsError, SourceKind, load_settings
 from sglang_fl.config.route_type import CommRoutes
-from sglang_fl.config.value_types import Boolean, Choice, Names, OpOrders
+from sglang_fl.config.value_types import Boolean, Choice, Names, OpOrders, Seconds
 
 ENVIRONMENT, YAML, PLATFORM, DEFAULT = SourceKind
 PAIRS = [(ENVIRONMENT, YAML), (ENVIRONMENT, PLATFORM), (YAML, PLATFORM)]
@@ -25,6 +25,8 @@ def other_text(field: Field) -> str:
         return "another_name"
     if isinstance(field.type, CommRoutes):
         return "reduce_scatter=another:1KiB"
+    if isinstance(field.type, Seconds):
+        return "7.5"
     return "another_op=reference" if isinstance(field.type, OpOrders) else "another"
 
 
