@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
+
+from sglang_fl.comm.errors import CommError
 
 if TYPE_CHECKING:
     import torch
@@ -86,11 +88,13 @@ class Recorder(ABC):
         name: group and backend, for a pair also the direction: ``tp:0 flagcx``, ``pp:0 flagcx 0>1``.
         ranks: the global ranks that take part, in the order of the library's ranks.
         device: where its tensors live.
+        explainer: the monitor's answer to "why did this call fail?"; None while nobody watches.
     """
 
     name: str
     ranks: tuple[int, ...]
     device: torch.device
+    explainer: Callable[[CommError, tuple[int, ...]], CommError] | None = None
 
     @abstractmethod
     def entered(self) -> int:
@@ -127,6 +131,18 @@ class Recorder(ABC):
     @abstractmethod
     def abort(self, limit_s: float) -> bool:
         """On host memory, make a call that is under way in the library return with an error; False if it cannot."""
+
+    def explained(self, error: CommError, shape: Sequence[int] = ()) -> CommError:
+        """What a call of ``shape`` that failed with ``error`` raises: an error that names who is missing, or ``error``.
+
+        A transport raises the result, in the calling thread, for each failure that a peer may have caused and for a
+        call that was refused. It may take two seconds.
+        """
+        return error if self.explainer is None else self.explainer(error, tuple(shape))
+
+    def has_captured(self) -> bool:
+        """Whether any call was ever captured into a graph: what it runs on must not be given up before the graph."""
+        return any(call.captured for call in self.calls())
 
     def last(self) -> RecordedCall | None:
         """The latest call; None if there was none."""

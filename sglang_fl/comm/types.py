@@ -179,6 +179,10 @@ class Transport(ABC):
         """Operation to the name of what carries it, where that is another transport."""
         return {}
 
+    def interrupt(self) -> bool:
+        """Make a call that another thread waits in end with a CommError soon; False if that cannot be done. Local."""
+        return False
+
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum ``tensor`` over the ranks, in place."""
