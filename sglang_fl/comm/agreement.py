@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.memory import memory_in_use
+from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.routes import routed
 from sglang_fl.comm.types import Backend, GroupContext, Transport
 from sglang_fl.selection import (
@@ -92,7 +92,7 @@ def agree(
                 return _agreed(context, backend, None, passed, _others(order, backends, local))
             transport, reason = create_everywhere(context, backend)
             if transport is not None:
-                transport = routed(context, transport, partial(REFERENCE.create, context))
+                transport = routed(context, transport, lambda: recorded(context, REFERENCE.create(context)))
                 _tell(context, local, backend, passed)
                 return _agreed(context, backend, transport, passed, _others(order, backends, local))
         passed.append(PassedOver(name, reason or ""))
@@ -231,7 +231,7 @@ def create_everywhere(context: GroupContext, backend: Backend) -> tuple[Transpor
     problem = ""
     before = memory_in_use(context.device)
     try:
-        transport = backend.create(context)
+        transport = recorded(context, backend.create(context))
         transport.extra_bytes = max(0, memory_in_use(context.device) - before)
     except AgreementError:
         raise  # a rank is missing: no other backend would find it, and the next step would blame those that left

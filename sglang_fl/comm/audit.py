@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_fl.comm.ledger import Ledger
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import Operation, Transport, Work
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -91,6 +92,10 @@ class TimedTransport(Transport):
     def exceptions(self) -> dict[str, str]:
         """See :meth:`Transport.exceptions`."""
         return self._carriers
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """See :meth:`Transport.recorders`."""
+        return self.inner.recorders()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""

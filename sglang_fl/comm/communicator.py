@@ -204,4 +204,5 @@ def group_context(
         cpu_group=cpu_group,
         timeout_s=timeout_s,
         options={"flagcx_path": str(settings.comm.flagcx_path or "")},
+        records=settings.comm.record,
     )

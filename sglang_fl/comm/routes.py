@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import Capabilities, GroupContext, Operation, Transport, Work
 
 
@@ -31,6 +32,10 @@ class RoutedTransport(Transport):
     def exceptions(self) -> dict[str, str]:
         """Operation to the name of its carrier, for those that another transport than the agreed one carries."""
         return {op.value: carrier.name for op, carrier in self.carriers.items() if carrier.name != self.name}
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """See :meth:`Transport.recorders`: of both."""
+        return tuple(recorder for transport in self._transports for recorder in transport.recorders())
 
     # Bound in __init__ to the carrier's own methods; these only give the class its interface.
 

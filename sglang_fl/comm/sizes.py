@@ -12,6 +12,8 @@ import torch
 
 from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, local_refusal
 from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.recorded import recorded
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.config import CaptureRule, CommMode, CommRouteOrder, CommSettings, closest
 from sglang_fl.selection import Policy
@@ -102,6 +104,10 @@ class SizedTransport(Transport):
     def exceptions(self) -> dict[str, str]:
         """See :meth:`Transport.exceptions`; routes by size are not exceptions."""
         return self._base.exceptions()
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """See :meth:`Transport.recorders`: of all that may carry a call."""
+        return tuple(recorder for transport in self._transports for recorder in transport.recorders())
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
@@ -196,7 +202,10 @@ def add_routes(
         reason = first_refusal(context, [view[name] for view in views])
         transport = None
         if reason is None:
-            transport, reason = (native, "") if name == NATIVE else create_everywhere(context, backends[name])
+            if name == NATIVE and native is not None:
+                transport, reason = recorded(context, native), ""
+            else:
+                transport, reason = create_everywhere(context, backends[name])
         if transport is None:
             notes.append(f"route {name} left out: {reason}")
             continue

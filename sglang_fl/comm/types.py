@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from sglang_fl.comm.recorder import Recorder
+
 LATE_LIMIT_S = 2.0
 
 
@@ -50,6 +52,7 @@ class GroupContext:
         timeout_s: limit for each step of creation, seconds.
         options: settings that a backend may need, such as ``flagcx_path``.
         shares_communicator: False for a group that is used at the same time as another one of the same ranks.
+        records: whether its transports record their calls.
     """
 
     name: str
@@ -61,6 +64,7 @@ class GroupContext:
     timeout_s: float = 120.0
     options: dict[str, str] = field(default_factory=dict)
     shares_communicator: bool = True
+    records: bool = True
 
     @property
     def world_size(self) -> int:
@@ -178,6 +182,10 @@ class Transport(ABC):
     def exceptions(self) -> dict[str, str]:
         """Operation to the name of what carries it, where that is another transport."""
         return {}
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """What records its calls; more may come with the first transfer between two ranks."""
+        return ()
 
     def interrupt(self) -> bool:
         """Make a call that another thread waits in end with a CommError soon; False if that cannot be done. Local."""

@@ -1,0 +1,67 @@
+"""Device events behind recorded calls: how the monitor learns what a device has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Marker:
+    """Records events on one device's streams, never on one that is being captured."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self.is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", _never)
+
+    def here(self) -> Any:
+        """An event on the calling thread's current stream; None while that is being captured."""
+        if self.is_capturing():
+            return None
+        return self._module.current_stream(self._device).record_event()
+
+    def on(self, raw_stream: int) -> Any:
+        """An event on a stream, from any thread; None while that is being captured, or if torch cannot name it."""
+        stream = self._stream(raw_stream)
+        if stream is None:
+            return None
+        with self._module.device(self._device), self._module.stream(stream):
+            return self.here()
+
+    def _stream(self, raw_stream: int) -> Any:
+        if raw_stream == 0:
+            return self._module.default_stream(self._device)
+        external = getattr(self._module, "ExternalStream", None)
+        return None if external is None else external(raw_stream, device=self._device)
+
+
+def marker_for(device: torch.device) -> Marker | None:
+    """None for host memory, which has nothing to mark."""
+    return None if device.type == "cpu" else Marker(device)
+
+
+def raw_stream_of(device: torch.device) -> Callable[[], int]:
+    """The current stream's raw handle, as cheaply as the device's torch gives it; 0 for host memory."""
+    if device.type == "cpu":
+        return _no_stream
+    if device.type == "cuda":
+        index = device.index or 0
+        get = torch._C._cuda_getCurrentRawStream
+        return lambda: get(index)
+    module = torch.get_device_module(device)
+    return lambda: raw_stream(module.current_stream(device))
+
+
+def raw_stream(stream: Any) -> int:
+    """The device runtime's own handle of a torch stream: ``cuda_stream``, ``npu_stream``, ..."""
+    return int(getattr(stream, f"{stream.device.type}_stream"))
+
+
+def _no_stream() -> int:
+    return 0
+
+
+def _never() -> bool:
+    return False

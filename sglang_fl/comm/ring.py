@@ -1,0 +1,202 @@
+"""A recorder in Python: the last calls of a transport whose library has no recorder of its own."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.marks import marker_for
+from sglang_fl.comm.places import Place, in_words
+from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder
+from sglang_fl.comm.types import Work
+
+_NUMBER, _OPERATION, _DTYPE, _COUNT, _PEER, _STREAM, _CAPTURED, _PLACE, TIME_IN, TIME_OUT, _ERROR, ENDED = range(12)
+Row = list[Any]
+"""One call: what the indexes above say, with times in nanoseconds. It is replaced as a whole, never taken again."""
+
+
+class CallRing(Recorder):
+    """The last ``size`` calls. One thread at a time may enter; the others' methods are for any thread.
+
+    What counts nanoseconds does what :meth:`enter` and :meth:`leave` do itself.
+    """
+
+    def __init__(self, name: str, ranks: Iterable[int], device: torch.device, size: int = SIZE) -> None:
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.device = device
+        self.number = 0
+        self.rows: list[Row | None] = [None] * size
+        self.mark_wanted = False
+        self.refusal: CommError | None = None
+        self.marker = marker_for(device)
+        self._marks: deque[Mark] = deque(maxlen=1)
+        self._works: WeakValueDictionary[int, RecordedWork] = WeakValueDictionary()
+
+    def enter(
+        self,
+        operation: str,
+        dtype: torch.dtype | None = None,
+        count: int = 0,
+        peer: int | None = None,
+        stream: int = 0,
+        captured: bool = False,
+        place: Place | None = None,
+    ) -> Row:
+        """Record that a call begins; the row is for :meth:`leave`.
+
+        Raises:
+            CommError: it was refused.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        number = self.number + 1
+        row = [number, operation, dtype, count, peer, stream, captured, place, time.time_ns(), None, "", False]
+        self.rows[number % len(self.rows)] = row
+        self.number = number
+        return row
+
+    def leave(self, row: Row, error: BaseException | None = None) -> None:
+        """Record that the call has returned, or with what error it ended; a mark is made if one was asked for."""
+        self.enqueued(row)
+        if error is not None:
+            row[_ERROR] = _first_line(error)
+        elif self.mark_wanted:
+            self.mark(row)
+
+    def enqueued(self, row: Row) -> None:
+        """Record that the call has returned; on a device its work may still be under way."""
+        row[TIME_OUT] = time.time_ns()
+        row[ENDED] = True
+
+    def mark(self, row: Row) -> None:
+        """Record an event behind ``row``'s call on the current stream, unless that is being captured."""
+        event = None if self.marker is None else self.marker.here()
+        if event is None:
+            return
+        self.mark_wanted = False
+        self._marks.append(Mark(row[_NUMBER], event, time.monotonic()))
+
+    def failed(self, row: Row, error: BaseException) -> None:
+        """Record ``error``; in its place raise what was refused meanwhile."""
+        self.leave(row, error)
+        if self.refusal is not None and isinstance(error, RuntimeError):
+            raise self.refusal from error
+
+    def watch(self, row: Row, work: Work) -> RecordedWork:
+        """``work``, whose wait is what ends the call of ``row``."""
+        recorded = RecordedWork(self, row, work)
+        self._works[row[_NUMBER]] = recorded
+        return recorded
+
+    def entered(self) -> int:
+        """See :meth:`Recorder.entered`."""
+        return self.number
+
+    def calls(self) -> list[RecordedCall]:
+        """See :meth:`Recorder.calls`."""
+        rows = [row for row in self.rows if row is not None]
+        return [_shown(row) for row in sorted(rows, key=lambda row: int(row[_NUMBER]))]
+
+    def under_way(self) -> RecordedCall | None:
+        """See :meth:`Recorder.under_way`; of a work that was dropped nobody knows, and nobody waits."""
+        works = [reference() for reference in self._works.valuerefs()]
+        rows = [work.row for work in works if work is not None]
+        last = self.rows[self.number % len(self.rows)]
+        if last is not None:
+            rows.append(last)
+        open_rows = [row for row in rows if not row[ENDED]]
+        return _shown(min(open_rows, key=lambda row: int(row[_NUMBER]))) if open_rows else None
+
+    def ask_for_mark(self) -> None:
+        """See :meth:`Recorder.ask_for_mark`."""
+        self.mark_wanted = self.marker is not None
+
+    def take_mark(self) -> Mark | None:
+        """See :meth:`Recorder.take_mark`."""
+        try:
+            return self._marks.pop()
+        except IndexError:
+            return None
+
+    def mark_now(self) -> Mark | None:
+        """See :meth:`Recorder.mark_now`."""
+        last = self.rows[self.number % len(self.rows)]
+        if last is None or self.marker is None:
+            return None
+        event = self.marker.on(last[_STREAM])
+        return None if event is None else Mark(last[_NUMBER], event, time.monotonic())
+
+    def refuse(self, reason: str, kind: type[CommError] = CommError) -> None:
+        """See :meth:`Recorder.refuse`."""
+        self.refusal = kind(reason)
+
+    def abort(self, limit_s: float) -> bool:
+        """See :meth:`Recorder.abort`: nothing is known of the library beneath."""
+        return False
+
+
+class RecordedWork:
+    """A transfer under way whose call ends when it is waited for or found done; no one knows of one that is dropped."""
+
+    __slots__ = ("__weakref__", "_ring", "_work", "row")
+
+    def __init__(self, ring: CallRing, row: Row, work: Work) -> None:
+        self._ring = ring
+        self._work = work
+        self.row = row
+
+    def wait(self, *arguments: Any) -> Any:
+        """As the work's own."""
+        try:
+            result = self._work.wait(*arguments)
+        except BaseException as error:
+            self._ring.failed(self.row, error)
+            raise
+        self._end()
+        return result
+
+    def is_completed(self) -> bool:
+        """As the work's own."""
+        done = self._work.is_completed()
+        if done:
+            self._end()
+        return done
+
+    def _end(self) -> None:
+        if not self.row[ENDED]:
+            self._ring.leave(self.row)
+        elif self._ring.mark_wanted:
+            self._ring.mark(self.row)
+
+    def __del__(self) -> None:
+        """Nobody waits any more."""
+        self.row[ENDED] = True
+
+
+def _shown(row: Row) -> RecordedCall:
+    time_out = row[TIME_OUT]
+    return RecordedCall(
+        number=row[_NUMBER],
+        operation=row[_OPERATION],
+        dtype="" if row[_DTYPE] is None else str(row[_DTYPE]).removeprefix("torch."),
+        count=row[_COUNT],
+        peer=row[_PEER],
+        stream=row[_STREAM],
+        captured=row[_CAPTURED],
+        place=in_words(row[_PLACE]),
+        time_in_s=row[TIME_IN] / 1e9,
+        time_out_s=None if time_out is None else time_out / 1e9,
+        error=row[_ERROR],
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
