@@ -36,7 +36,7 @@ class RecordedTransport(Transport):
         self.capabilities = inner.capabilities
         self.extra_bytes = inner.extra_bytes
         self._context = context
-        self._ring = CallRing(f"{context.name} {inner.name}", context.ranks, context.device)
+        self._ring = self._new_ring(f"{context.name} {inner.name}", context.ranks)
         self._directions: dict[tuple[int, int], CallRing] = {}
         self._transfers: dict[tuple[Operation, int], Callable[..., Work]] = {}
         for method, subject in _COLLECTIVES.items():
@@ -95,10 +95,17 @@ class RecordedTransport(Transport):
         ring = self._directions.get(direction)
         if ring is None:
             name = f"{self._ring.name} {direction[0]}>{direction[1]}"
-            ring = self._directions[direction] = CallRing(name, direction, self._context.device)
+            ring = self._directions[direction] = self._new_ring(name, direction)
         call = _around(ring, _TRANSFERS[operation], getattr(self.inner, operation.value))
         self._transfers[operation, peer] = call
         return call
+
+    def _new_ring(self, name: str, ranks: tuple[int, ...]) -> CallRing:
+        return CallRing(name, ranks, self._context.device, interrupt=self.interrupt)
+
+    def interrupt(self) -> bool:
+        """See :meth:`Transport.interrupt`."""
+        return self.inner.interrupt()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -148,7 +155,7 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
 
     def recorded_call(*arguments: Any) -> Any:
         if ring.refusal is not None:
-            raise ring.refusal
+            raise ring.refused(arguments[tensor_at].shape)
         try:
             way = frame_at(site.depth)
         except ValueError:
@@ -160,6 +167,8 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
         tensor = arguments[tensor_at]
         peer = None if peer_at is None else arguments[peer_at]
         stream, captured = (0, False) if is_capturing is None else (stream_now(), is_capturing())
+        if captured:
+            ring.has_captured_calls = True
         number = ring.number + 1
         row = [number, operation, tensor.dtype, tensor.numel(), peer, stream, captured, place, clock(), None, "", False]
         rows[number % size] = row
@@ -167,12 +176,14 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
         try:
             result = call(*arguments)
         except BaseException as error:
-            ring.failed(row, error)
-            raise
+            told = ring.failed(row, error, tensor.shape)
+            if told is error:
+                raise
+            raise told from error
         if has_work and result is not None:
             if not on_host:
                 ring.enqueued(row)
-            return ring.watch(row, result)
+            return ring.watch(row, result, tensor.shape)
         row[TIME_OUT] = clock()
         row[ENDED] = True
         if ring.mark_wanted:

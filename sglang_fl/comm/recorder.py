@@ -125,8 +125,8 @@ class Recorder(ABC):
         """
 
     @abstractmethod
-    def refuse(self, reason: str, kind: type[CommError] = CommError) -> None:
-        """Let every further call raise ``kind(reason)`` before anything reaches the library.
+    def refuse(self, reason: str) -> None:
+        """Let every further call raise CommError(reason), :meth:`explained`, before anything reaches the library.
 
         So does a call that is under way, if the library ends it with an error.
         """

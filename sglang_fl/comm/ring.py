@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,14 +27,24 @@ class CallRing(Recorder):
     What counts nanoseconds does what :meth:`enter` and :meth:`leave` do itself.
     """
 
-    def __init__(self, name: str, ranks: Iterable[int], device: torch.device, size: int = SIZE) -> None:
+    def __init__(
+        self,
+        name: str,
+        ranks: Iterable[int],
+        device: torch.device,
+        size: int = SIZE,
+        interrupt: Callable[[], bool] | None = None,
+    ) -> None:
+        """``interrupt`` makes a call under way end with an error soon, as :meth:`Transport.interrupt`."""
         self.name = name
         self.ranks = tuple(ranks)
         self.device = device
         self.number = 0
         self.rows: list[Row | None] = [None] * size
         self.mark_wanted = False
-        self.refusal: CommError | None = None
+        self.refusal: str | None = None
+        self._interrupt = interrupt
+        self.has_captured_calls = False
         self.marker = marker_for(device)
         self._marks: deque[Mark] = deque(maxlen=1)
         self._works: WeakValueDictionary[int, RecordedWork] = WeakValueDictionary()
@@ -55,7 +65,8 @@ class CallRing(Recorder):
             CommError: it was refused.
         """
         if self.refusal is not None:
-            raise self.refusal
+            raise self.refused()
+        self.has_captured_calls |= captured
         number = self.number + 1
         row = [number, operation, dtype, count, peer, stream, captured, place, time.time_ns(), None, "", False]
         self.rows[number % len(self.rows)] = row
@@ -83,15 +94,24 @@ class CallRing(Recorder):
         self.mark_wanted = False
         self._marks.append(Mark(row[_NUMBER], event, time.monotonic()))
 
-    def failed(self, row: Row, error: BaseException) -> None:
-        """Record ``error``; in its place raise what was refused meanwhile."""
-        self.leave(row, error)
-        if self.refusal is not None and isinstance(error, RuntimeError):
-            raise self.refusal from error
+    def refused(self, shape: Sequence[int] = ()) -> CommError:
+        """The error of a call that is refused."""
+        return self.explained(CommError(self.refusal or ""), shape)
 
-    def watch(self, row: Row, work: Work) -> RecordedWork:
-        """``work``, whose wait is what ends the call of ``row``."""
-        recorded = RecordedWork(self, row, work)
+    def failed(self, row: Row, error: BaseException, shape: Sequence[int] = ()) -> BaseException:
+        """Record that the call ended with ``error``; what its caller is to be told in its place, or ``error``."""
+        self.leave(row, error)
+        if not isinstance(error, RuntimeError):
+            return error
+        if self.refusal is not None:
+            return self.refused(shape)
+        told = error if isinstance(error, CommError) else CommError(str(error))
+        explained = self.explained(told, shape)
+        return error if explained is told else explained
+
+    def watch(self, row: Row, work: Work, shape: Sequence[int]) -> RecordedWork:
+        """``work``, whose wait is what ends the call of ``row`` on a tensor of ``shape``."""
+        recorded = RecordedWork(self, row, work, shape)
         self._works[row[_NUMBER]] = recorded
         return recorded
 
@@ -133,23 +153,28 @@ class CallRing(Recorder):
         event = self.marker.on(last[_STREAM])
         return None if event is None else Mark(last[_NUMBER], event, time.monotonic())
 
-    def refuse(self, reason: str, kind: type[CommError] = CommError) -> None:
+    def refuse(self, reason: str) -> None:
         """See :meth:`Recorder.refuse`."""
-        self.refusal = kind(reason)
+        self.refusal = reason
 
     def abort(self, limit_s: float) -> bool:
-        """See :meth:`Recorder.abort`: nothing is known of the library beneath."""
-        return False
+        """See :meth:`Recorder.abort`; True once it is interrupted, a moment before the call returns."""
+        return self.marker is None and self._interrupt is not None and self._interrupt()
+
+    def has_captured(self) -> bool:
+        """See :meth:`Recorder.has_captured`."""
+        return self.has_captured_calls
 
 
 class RecordedWork:
     """A transfer under way whose call ends when it is waited for or found done; no one knows of one that is dropped."""
 
-    __slots__ = ("__weakref__", "_ring", "_work", "row")
+    __slots__ = ("__weakref__", "_ring", "_shape", "_work", "row")
 
-    def __init__(self, ring: CallRing, row: Row, work: Work) -> None:
+    def __init__(self, ring: CallRing, row: Row, work: Work, shape: Sequence[int]) -> None:
         self._ring = ring
         self._work = work
+        self._shape = shape
         self.row = row
 
     def wait(self, *arguments: Any) -> Any:
@@ -157,8 +182,10 @@ class RecordedWork:
         try:
             result = self._work.wait(*arguments)
         except BaseException as error:
-            self._ring.failed(self.row, error)
-            raise
+            told = self._ring.failed(self.row, error, self._shape)
+            if told is error:
+                raise
+            raise told from error
         self._end()
         return result
 
