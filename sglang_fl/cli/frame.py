@@ -13,9 +13,11 @@ from sglang_fl.config import SettingsError
 
 # Command to the module of this folder whose ``command`` implements it, and what --help says of it.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("doctor", "Look at this installation: what it would use and why, and what stands in its way."),
     "config": ("config", "Show every setting with its value and where it comes from."),
     "explain": ("explain", "Show which implementation each fused operator gets, and why not the others."),
     "aten-sweep": ("aten_sweep", "Measure FlagGems' ATen operators against PyTorch's own, on recorded calls."),
+    "bisect": ("bisect", "Find the layer and the operator that make a server answer otherwise than SGLang alone."),
 }
 
 
