@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("config", "Show every setting with its value and where it comes from."),
     "explain": ("explain", "Show which implementation each fused operator gets, and why not the others."),
     "aten-sweep": ("aten_sweep", "Measure FlagGems' ATen operators against PyTorch's own, on recorded calls."),
+    "comm-diff": ("comm_diff", "Compare ranks' dumps of their last communication calls: who did what instead."),
     "bisect": ("bisect", "Find the layer and the operator that make a server answer otherwise than SGLang alone."),
 }
 

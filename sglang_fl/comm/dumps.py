@@ -127,6 +127,18 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _meeting() -> str:
+    """Where the ranks met, in words that are equal on all of them and differ from another server's."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return ""
+    store = distributed.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port, path = getattr(store, "port", None), getattr(store, "path", None)
+    return f"{type(store).__name__} {path if port is None else f'port {port}'}"
+
+
 def _document(reason: str, rank: int) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -134,6 +146,7 @@ def _document(reason: str, rank: int) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "rank": rank,
+        "meeting": _meeting(),
         "time_s": time.time(),
         "reason": reason,
         "threads": _threads(),

@@ -1,0 +1,161 @@
+"""Reads the dumps of several processes, and chooses those that belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_fl.comm.dumps import FORMAT, PATTERN
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.recorder import RecordedCall, from_row
+
+TOGETHER_S = 600.0
+
+
+class UnreadableDumpError(CommError):
+    """A file is no dump of calls that this version reads, or there is none."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One recorder, as a dump has it.
+
+    Attributes:
+        name, ranks, device: the recorder's.
+        entered: calls so far.
+        calls: by number, what was kept.
+        under_way: number of the oldest call that had not returned; None if all had.
+        done: number of the last call whose device event was seen done; None where that is not known.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    device: str
+    entered: int
+    calls: Mapping[int, RecordedCall]
+    under_way: int | None
+    done: int | None
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest call that was kept, or that will be the next."""
+        return min(self.calls, default=self.entered + 1)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One process at one moment; ``meeting`` is where its ranks met, equal for all ranks of one run."""
+
+    path: Path
+    host: str
+    pid: int
+    rank: int
+    time_s: float
+    reason: str
+    meeting: str
+    records: Mapping[tuple[str, tuple[int, ...]], Record]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+def read_dump(path: Path) -> Dump:
+    """The dump in a file that :func:`sglang_fl.comm.dumps.write_dump` wrote.
+
+    Raises:
+        UnreadableDumpError: it cannot be read, is none, or another version's.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UnreadableDumpError(f"{path} cannot be read as a dump of calls: {error}") from error
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise UnreadableDumpError(
+            f"{path} is no dump of calls that this version reads: its format is {found!r}, this reads {FORMAT}. "
+            "Compare dumps with the version of sglang_fl that wrote them."
+        )
+    try:
+        return _dump(path, document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnreadableDumpError(f"{path} is a damaged dump of calls: {type(error).__name__}: {error}") from error
+
+
+def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
+    records = [_record(row) for row in document["recorders"]]
+    return Dump(
+        path,
+        str(document["host"]),
+        int(document["pid"]),
+        int(document["rank"]),
+        float(document["time_s"]),
+        str(document["reason"]),
+        str(document["meeting"]),
+        {(record.name, record.ranks): record for record in records},
+    )
+
+
+def _record(row: Mapping[str, Any]) -> Record:
+    calls = [from_row(call) for call in row["calls"]]
+    under_way = row["under_way"]
+    return Record(
+        str(row["name"]),
+        tuple(int(rank) for rank in row["ranks"]),
+        str(row["device"]),
+        int(row["entered"]),
+        {call.number: call for call in calls},
+        None if under_way is None else from_row(under_way).number,
+        row["done"],
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The dumps to compare, one a rank and in the order of ranks, and in words what was left out."""
+
+    dumps: tuple[Dump, ...]
+    left_out: tuple[str, ...]
+
+
+def choose_dumps(paths: Sequence[Path]) -> Chosen:
+    """Read files, and of folders all their dumps; of one run the latest dump of each rank.
+
+    A folder may hold dumps of other runs and of other servers: the run with the latest dump counts, and of it what was
+    written within ``TOGETHER_S`` before that.
+
+    Raises:
+        UnreadableDumpError: a file is no dump, a path does not exist, or there is no dump at all.
+    """
+    dumps = [read_dump(file) for path in paths for file in _files(path)]
+    newest = max(dumps, key=lambda dump: dump.time_s)
+    chosen: dict[int, Dump] = {}
+    left_out = []
+    for dump in sorted(dumps, key=lambda dump: -dump.time_s):
+        reason = _why_not(dump, newest, chosen)
+        if reason:
+            left_out.append(f"{dump.path.name}: {reason}")
+        else:
+            chosen[dump.rank] = dump
+    return Chosen(tuple(chosen[rank] for rank in sorted(chosen)), tuple(left_out))
+
+
+def _why_not(dump: Dump, newest: Dump, chosen: Mapping[int, Dump]) -> str:
+    if dump.meeting != newest.meeting:
+        return f"of another run: its ranks met at {dump.meeting!r}, those of the latest dump at {newest.meeting!r}"
+    if newest.time_s - dump.time_s > TOGETHER_S:
+        return f"{newest.time_s - dump.time_s:.0f} s older than the latest"
+    if dump.rank in chosen:
+        return f"there is a later one of rank {dump.rank}, {chosen[dump.rank].path.name}"
+    return ""
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob(PATTERN))
+    if not files:
+        raise UnreadableDumpError(f"{path} holds no dump of calls ({PATTERN})")
+    return files

@@ -1,0 +1,319 @@
+"""The comparison of ranks' dumps: it names the first call in which they differ, the rank, and what it did instead."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sglang_fl.cli.frame import commands
+from sglang_fl.comm.difference import Comparison, Difference, Kind, compare
+from sglang_fl.comm.dump_files import UnreadableDumpError, choose_dumps, read_dump
+from sglang_fl.comm.dumps import write_dump
+from sglang_fl.comm.recorder import RecordedCall
+from tests.unit.handmade_recorder import HandmadeRecorder
+
+# One call as it is written below: operation, elements, dtype, root, and the line of the caller.
+Call = tuple[str, int, str, "int | None", int]
+EMBED: Call = ("all_reduce", 64, "float32", None, 10)
+ATTENTION: Call = ("all_reduce", 64, "float32", None, 20)
+GATHER: Call = ("all_gather", 128, "float32", None, 30)
+TELL: Call = ("broadcast", 4, "int64", 0, 40)
+FORWARD = [EMBED, ATTENTION, GATHER, TELL]
+LONG_AGO_S = 1e9
+
+
+def recorded(
+    sequence: Sequence[Call], first: int = 1, done: bool = False, start_s: float = LONG_AGO_S
+) -> list[RecordedCall]:
+    """The sequence as recorded calls, of which the last is under way unless ``done``."""
+    return [
+        RecordedCall(
+            first + index, operation, dtype, count, peer, 0, False, f"/srv/model.py:{line} forward", start_s + index,
+            start_s + index + 0.5 if done or index + 1 < len(sequence) else None,
+        )
+        for index, (operation, count, dtype, peer, line) in enumerate(sequence)
+    ]  # fmt: skip
+
+
+def dump(folder: Path, rank: int, *recorders: HandmadeRecorder) -> Path:
+    """What this rank left."""
+    return write_dump("time-out", recorders, folder, rank=rank)
+
+
+def compared(folder: Path, *sequences: Sequence[Call], done: bool = False) -> Comparison:
+    """The comparison of one group's ranks, rank r having called ``sequences[r]``."""
+    ranks = range(len(sequences))
+    for rank, sequence in enumerate(sequences):
+        dump(folder, rank, HandmadeRecorder("tp:0 flagcx", ranks, recorded(sequence, done=done)))
+    return compare(choose_dumps([folder]).dumps)
+
+
+def single(comparison: Comparison) -> Difference:
+    """The one difference."""
+    (difference,) = comparison.differences
+    return difference
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_equal_ranks_have_no_difference(tmp_path: Path, world_size: int) -> None:
+    """Given the same calls everywhere, then none differs and there is nothing to say."""
+    assert compared(tmp_path, *[FORWARD * 3] * world_size) == Comparison((), ())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("left_out", range(4), ids=["embed", "attention", "gather", "tell"])
+def test_a_skipped_call_is_named(tmp_path: Path, world_size: int, left_out: int) -> None:
+    """Given rank 1 that leaves out one call of the second forward, two of which are alike but for the place, and
+    then waits in its last, then that call is named, and that rank 1 skipped it."""
+    others = [*FORWARD, *FORWARD, *FORWARD]
+    skipping = [*FORWARD, *(call for index, call in enumerate(FORWARD) if index != left_out), *FORWARD]
+    sequences = [skipping if rank == 1 else others for rank in range(world_size)]
+    difference = single(compared(tmp_path, *sequences))
+    assert (difference.kind, difference.number, difference.who) == (Kind.SKIPPED, 5 + left_out, (1,))
+    operation, count, dtype, _, line = FORWARD[left_out]
+    assert difference.words.startswith(f"rank 1 skipped call {5 + left_out}: {operation} {dtype}[{count}]")
+    assert f"at /srv/model.py:{line} forward" in difference.words
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_skipped_call_is_named_although_all_are_stuck_in_the_next(tmp_path: Path, world_size: int) -> None:
+    """Given a host where neither call returned: rank 1 waits in what followed before, then it skipped or swapped."""
+    waiting = [*FORWARD, EMBED, ATTENTION, GATHER]
+    skipping = [*FORWARD, EMBED, ATTENTION, TELL]
+    sequences = [skipping if rank == 1 else waiting for rank in range(world_size)]
+    difference = single(compared(tmp_path, *sequences))
+    assert (difference.kind, difference.number, difference.who) == (Kind.SKIPPED, 7, (1,))
+    assert difference.words == (
+        "rank 1 skipped all_gather float32[128], or swapped it with the call that follows it: it is already in "
+        "broadcast int64[4] rank 0 at /srv/model.py:40 forward, which came after it as call 4"
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("sent", "kind", "words"),
+    [
+        (("all_gather", 96, "float32", None, 30), Kind.SHAPE, "sent another shape: all_gather float32[96], the others"),
+        (("all_gather", 128, "bfloat16", None, 30), Kind.DTYPE, "sent another dtype: all_gather bfloat16[128], the"),
+        (("all_gather", 96, "int8", None, 30), Kind.DTYPE, "sent another dtype and shape: all_gather int8[96], the"),
+        (("gather", 128, "float32", 1, 30), Kind.OPERATION, "made another operation"),
+    ],
+    ids=["shape", "dtype", "dtype and shape", "operation"],
+)
+def test_another_shape_dtype_or_operation_is_named(
+    tmp_path: Path, world_size: int, sent: Call, kind: Kind, words: str
+) -> None:
+    """Given rank 1 that sends something else in call 7, then that call, the rank where there is a majority, and
+    both sides are named."""
+    sequences = [[*FORWARD, EMBED, ATTENTION, sent if rank == 1 else GATHER] for rank in range(world_size)]
+    difference = single(compared(tmp_path, *sequences))
+    assert (difference.kind, difference.number) == (kind, 7)
+    if world_size == 2:
+        assert difference.who == (0, 1)
+        assert "all_gather float32[128] at /srv/model.py:30 forward on rank 0" in difference.words
+        assert f"{sent[0]} {sent[2]}[{sent[1]}]" in difference.words.partition("on rank 0")[2]
+    else:
+        assert difference.who == (1,)
+        assert difference.words.startswith(f"rank 1 {words}")
+
+
+def test_another_root_is_named(tmp_path: Path) -> None:
+    """Given a broadcast from rank 1 on one of three ranks, then the root is what differs."""
+    wrong: Call = ("broadcast", 4, "int64", 1, 40)
+    difference = single(compared(tmp_path, [*FORWARD, TELL], [*FORWARD, TELL], [*FORWARD, wrong]))
+    assert (difference.kind, difference.number, difference.who) == (Kind.ROOT, 5, (2,))
+
+
+def test_a_different_shape_that_went_through_is_no_skip(tmp_path: Path) -> None:
+    """Given calls that all returned, one of another shape among them, then the shape is named although the shape that
+    was expected comes later as well."""
+    wrong: Call = ("all_reduce", 32, "float32", None, 20)
+    sequences = [[EMBED, wrong if rank == 1 else ATTENTION, GATHER, ATTENTION] for rank in range(2)]
+    difference = single(compared(tmp_path, *sequences))
+    assert (difference.kind, difference.number) == (Kind.SHAPE, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("distance", [1, 2])
+def test_two_swapped_calls_are_named_as_swapped(tmp_path: Path, world_size: int, distance: int) -> None:
+    """Given the last rank that makes two calls of the second forward in the other order, then both are named."""
+    swapped = list(FORWARD)
+    swapped[1], swapped[1 + distance] = swapped[1 + distance], swapped[1]
+    odd = world_size - 1
+    sequences = [[*FORWARD, *(swapped if rank == odd else FORWARD), *FORWARD] for rank in range(world_size)]
+    difference = single(compared(tmp_path, *sequences))
+    assert (difference.kind, difference.number, difference.who) == (Kind.SWAPPED, 6, (odd,))
+    assert difference.words.startswith(f"rank {odd} swapped calls 6 and {6 + distance}: ")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_who_is_missing_is_named_with_where_it_was(tmp_path: Path, world_size: int) -> None:
+    """Given the last rank inside a call of another group, then it is missing from this one's, and where it is too."""
+    odd, ranks = world_size - 1, range(world_size)
+    for rank in ranks:
+        calls = recorded(FORWARD[:2] if rank == odd else FORWARD[:3])
+        if rank == odd:
+            calls = recorded(FORWARD[:2], done=True)
+        groups = [HandmadeRecorder("tp:0 flagcx", ranks, calls)]
+        if rank == odd:
+            groups.append(HandmadeRecorder("pp:0 flagcx", (odd, 9), recorded([TELL])))
+        dump(tmp_path, rank, *groups)
+    first, second = compare(choose_dumps([tmp_path]).dumps).differences
+    (tp,) = [each for each in (first, second) if each.group == "tp:0 flagcx"]
+    (pp,) = [each for each in (first, second) if each.group == "pp:0 flagcx"]
+    assert (tp.kind, tp.number, tp.who) == (Kind.MISSING, 3, (odd,))
+    assert f"rank {odd} was in call 1 of pp:0 flagcx, broadcast int64[4] rank 0" in tp.words
+    assert pp.kind is Kind.NO_RECORD and pp.words == "rank 9 left no dump: gone, or stopped"
+    assert first is pp, "the earlier call comes first"
+
+
+def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
+    """Given three ranks inside a call and no dump of rank 2, which was killed, then it is named."""
+    for rank in (0, 1, 3):
+        dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", range(4), recorded(FORWARD)))
+    comparison = compare(choose_dumps([tmp_path]).dumps)
+    difference = single(comparison)
+    assert (difference.kind, difference.number, difference.who) == (Kind.NO_RECORD, 4, (2,))
+    assert comparison.notes == ("rank 2 left no dump: gone, or its dump is not among these",)
+
+
+def test_a_call_that_began_between_two_dumps_is_no_difference(tmp_path: Path) -> None:
+    """Given a busy server whose ranks write their dumps a moment apart, then the last call is only mentioned."""
+    now_s = time.time()
+    for rank, count in enumerate((3, 4)):
+        calls = recorded(FORWARD[:count], start_s=now_s - count)
+        dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", (0, 1), calls))
+    comparison = compare(choose_dumps([tmp_path]).dumps)
+    # Call 4 began a second before its dump; the other rank's came at the same moment.
+    assert [each.kind for each in comparison.differences] in ([], [Kind.MISSING])
+    for path in tmp_path.iterdir():
+        document = json.loads(path.read_text())
+        document["time_s"] = now_s - 0.5
+        path.write_text(json.dumps(document))
+    comparison = compare(choose_dumps([tmp_path]).dumps)
+    assert comparison.differences == ()
+    assert comparison.notes[0].startswith("tp:0 flagcx: call 4 is not compared, rank 0 may have been about to enter it")
+
+
+def test_what_only_some_ranks_still_keep_is_not_compared(tmp_path: Path) -> None:
+    """Given rings that begin at calls 1 and 5, then calls 5 to 8 are compared, by their numbers."""
+    dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded([*FORWARD, *FORWARD])))
+    dump(tmp_path, 1, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD, first=5)))
+    assert compare(choose_dumps([tmp_path]).dumps).differences == ()
+
+
+def test_a_rank_far_behind_what_the_others_keep_is_missing(tmp_path: Path) -> None:
+    """Given a rank that stopped at call 4, and one whose ring has 9 to 12, then it is missing from the first kept."""
+    dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD, first=9)))
+    dump(tmp_path, 1, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD, done=True)))
+    difference = single(compare(choose_dumps([tmp_path]).dumps))
+    assert (difference.kind, difference.number, difference.who) == (Kind.MISSING, 9, (1,))
+    assert "rank 1's last was call 4, broadcast int64[4] rank 0" in difference.words
+
+
+def test_a_send_and_its_receive_are_one_transfer(tmp_path: Path) -> None:
+    """Given a direction's send on one rank and receive on the other, then they are equal; another size is not."""
+    for count, kinds in ((64, []), (32, [Kind.SHAPE])):
+        for rank, (operation, peer) in enumerate((("send", 1), ("recv", 0))):
+            sequence: list[Call] = [(operation, count if rank else 64, "float32", peer, 50)]
+            dump(tmp_path, rank, HandmadeRecorder("pp:0 torch 0>1", (0, 1), recorded(sequence)))
+        assert [each.kind for each in compare(choose_dumps([tmp_path]).dumps).differences] == kinds
+
+
+# --- files ---
+
+
+def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None:
+    """Given dumps of an earlier time, of another run and of yesterday, then they are left out, and that is said."""
+    old = dump(tmp_path, 1, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded([GATHER])))
+    paths = [dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))) for rank in (0, 1, 0, 1)]
+    for path, change in ((old, {"time_s": time.time() - 3600}), (paths[0], {"meeting": "TCPStore port 1"})):
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    chosen = choose_dumps([tmp_path])
+    assert [one.path for one in chosen.dumps] == paths[2:]
+    reasons = dict(line.split(": ", 1) for line in chosen.left_out)
+    assert reasons[old.name] == "3600 s older than the latest"
+    assert reasons[paths[0].name].startswith("of another run: its ranks met at 'TCPStore port 1'")
+    assert reasons[paths[1].name] == f"there is a later one of rank 1, {paths[3].name}"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot be read as a dump of calls"),
+        (b"\xff\xfe", "cannot be read as a dump of calls"),
+        (b"[]", "its format is None, this reads 1"),
+        (b'{"format": 2}', "its format is 2, this reads 1"),
+        (b'{"format": 1}', "damaged dump of calls: KeyError: 'recorders'"),
+        (b'{"format": 1, "recorders": [{"calls": [{"number": 1}]}]}', "damaged dump of calls: TypeError"),
+    ],
+)
+def test_a_file_that_is_no_dump_is_an_error_that_names_it(tmp_path: Path, content: bytes, words: str) -> None:
+    """Given something else, then the error says which file and what is wrong."""
+    path = tmp_path / "some.json"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableDumpError, match=str(path)) as caught:
+        read_dump(path)
+    assert words in str(caught.value)
+
+
+# --- the command ---
+
+
+def invoke(*arguments: object) -> Result:
+    """``python -m sglang_fl comm-diff ...``."""
+    return CliRunner().invoke(commands, ["comm-diff", *map(str, arguments)], prog_name="python -m sglang_fl")
+
+
+def test_the_command_ends_with_0_where_all_is_equal(tmp_path: Path) -> None:
+    """Given equal dumps, then each rank's line and the verdict are printed, and the exit code is 0."""
+    compared(tmp_path, FORWARD, FORWARD)
+    result = invoke(tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "rank 0" in result.output and "rank 1" in result.output
+    assert "the ranks' calls are equal" in result.output
+
+
+def test_the_command_ends_with_1_and_names_the_call_where_they_differ(tmp_path: Path) -> None:
+    """Given a skipped call, then group, number, rank, both sides and the time are printed, and the exit code is 1."""
+    compared(tmp_path, [*FORWARD, *FORWARD], [*FORWARD, *FORWARD[1:]])
+    result = invoke(*tmp_path.iterdir())
+    assert result.exit_code == 1, result.output
+    assert "tp:0 flagcx, ranks 0 and 1: call 5 is the first in which they differ" in result.output
+    assert "rank 1 skipped call 5: all_reduce float32[64] at /srv/model.py:10 forward" in result.output
+
+
+def test_the_command_has_the_same_as_json(tmp_path: Path) -> None:
+    """Given --json, then one object with dumps, differences and notes; the exit code stays."""
+    compared(tmp_path, [*FORWARD, EMBED], FORWARD)
+    result = invoke(tmp_path, "--json")
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert [one["rank"] for one in document["dumps"]] == [0, 1]
+    (difference,) = document["differences"]
+    assert (difference["kind"], difference["number"], difference["who"]) == ("missing", 5, [1])
+    assert difference["calls"]["1"] is None and difference["calls"]["0"]["operation"] == "all_reduce"
+
+
+def test_the_command_ends_with_2_where_nothing_can_be_read(tmp_path: Path) -> None:
+    """Given no dump, a missing path or a broken file, then the error is printed and the exit code is 2."""
+    for path in (tmp_path, tmp_path / "missing.json"):
+        result = invoke(path)
+        assert result.exit_code == 2 and str(path) in result.output
+    assert invoke().exit_code == 2
+    alone = dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD, done=True)))
+    result = invoke(alone)
+    assert result.exit_code == 2 and "nothing was compared" in result.output
+    (tmp_path / "sglang_fl-comm-x.json").write_text("{")
+    result = invoke(tmp_path)
+    assert result.exit_code == 2 and "cannot be read as a dump" in result.output
