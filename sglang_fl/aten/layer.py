@@ -159,7 +159,7 @@ def _register(gems: flag_gems.Gems, plan: Plan) -> tuple[list[str], list[str]]:
         # PyTorch warns of each kernel that is put over another; that is what is wanted here.
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         if plan.is_everything:
-            gems.module.enable(lib=library, unused=list(plan.left_out))
+            gems.module.enable(lib=library, unused=[*plan.left_out, *plan.wrong])
         else:
             gems.module.only_enable(lib=library, include=list(plan.names))
     done = list(dict.fromkeys(library.done))
@@ -199,6 +199,9 @@ def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str
     if plan.left_out:
         shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")
         parts.append(f"left to PyTorch: {shown}")
+    if plan.wrong:
+        where = settings.source("aten.wrong").where
+        parts.append(f"left to PyTorch as wrong on this platform ({where}): {', '.join(plan.wrong)}")
     if not plan.is_everything:
         parts.append(", ".join(plan.names))
     return "; ".join(parts)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sglang_fl.aten.gems import Gems
 from sglang_fl.config import AtenProfile, Settings, closest
 
-_LISTS = ("aten.whitelist", "aten.blacklist", "aten.verified")
+_LISTS = ("aten.whitelist", "aten.blacklist", "aten.verified", "aten.wrong")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Plan:
 
     names: FlagGems' function names, sorted. chosen_by: profile or list with its source, for the report.
     is_everything: whether FlagGems' whole list is meant, less ``left_out``. left_out: names that a black list or
-    FlagGems itself takes away. unknown: a text for each name that FlagGems does not have.
+    FlagGems itself takes away. unknown: a text for each name that FlagGems does not have. wrong: what the platform's
+    list of wrong operators takes from profile full.
     """
 
     names: tuple[str, ...]
@@ -25,12 +26,14 @@ class Plan:
     is_everything: bool
     left_out: tuple[str, ...]
     unknown: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
 
 
 def make_plan(settings: Settings, gems: Gems) -> Plan:
     """Decide from the settings: an explicit white list, else the profile, less the black list.
 
-    A white list is taken as it is. From a profile FlagGems' own default exclusions are taken as well.
+    A white list is taken as it is. From a profile FlagGems' own default exclusions are taken as well, and from profile
+    full what is known to be wrong on the platform.
     """
     resolver = NameResolver(gems)
     unknown = tuple(text for field in _LISTS for text in _unknown(settings, field, resolver, gems))
@@ -41,11 +44,19 @@ def make_plan(settings: Settings, gems: Gems) -> Plan:
     left_out = gems.default_exclusions() | resolver.resolve(aten.blacklist)
     is_everything = aten.profile is AtenProfile.FULL
     all_names = gems.names() if is_everything else resolver.resolve(aten.verified)
+    wrong = (all_names & resolver.resolve(aten.wrong)) - left_out if is_everything else set()
     source = "aten.profile" if is_everything else "aten.verified"
     chosen_by = f"profile {aten.profile} ({_where(settings, source)})"
     if aten.blacklist:
         chosen_by += f" less the black list ({_where(settings, 'aten.blacklist')})"
-    return Plan(_sorted(all_names - left_out), chosen_by, is_everything, _sorted(all_names & left_out), unknown)
+    return Plan(
+        names=_sorted(all_names - left_out - wrong),
+        chosen_by=chosen_by,
+        is_everything=is_everything,
+        left_out=_sorted(all_names & left_out),
+        unknown=unknown,
+        wrong=_sorted(wrong),
+    )
 
 
 class NameResolver:

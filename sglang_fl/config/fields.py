@@ -131,6 +131,11 @@ FIELDS: tuple[Field, ...] = (
         "softmax,embedding", compared=False,
     ),
     Field(
+        "aten.wrong", "SGLANG_FL_FLAGOS_WRONG", "flagos_wrong", Names(_ATEN_OPERATORS), (),
+        "ATen operators that profile full leaves to PyTorch: aten-sweep saw them fail or give wrong values here.",
+        "mul", compared=False,
+    ),
+    Field(
         "aten.whitelist", "SGLANG_FL_FLAGOS_WHITELIST", "flagos_whitelist",
         Names(_ATEN_OPERATORS, may_be_empty=False), None,
         "The only ATen operators that FlagGems replaces, whatever the profile. Excludes flagos_blacklist.",

@@ -52,6 +52,7 @@ class AtenSettings:
     enabled: bool
     profile: AtenProfile
     verified: tuple[str, ...]
+    wrong: tuple[str, ...]
     whitelist: tuple[str, ...] | None
     blacklist: tuple[str, ...]
     record: bool

@@ -240,6 +240,27 @@ class TestWriteList:
         assert not problems
         assert entries["aten.verified"].field.type.from_node(entries["aten.verified"].node) == tuple(names)
 
+    def test_wrong_operators_are_listed_until_none_is_wrong(self, tmp_path: Path) -> None:
+        """Given a failed operator and a garbled one, then both are the list of wrong ones; a good table removes it."""
+        path = tmp_path / "nvidia.yaml"
+        path.write_text("comm:\n  backend: nccl\n")
+        rows = [
+            result("cat"),
+            result("mul", gems_error=1e30),
+            result("cumsum", failure="raised ZeroDivisionError"),
+            result("pow", gems_error=3.0),
+            result("sort", failure="PyTorch cannot either", own_failure=True),
+        ]
+        table = Table(ORIGIN, rows)
+        assert table.wrong() == ["cumsum", "mul"]
+        write_list(path, table, "nvidia_sweep.csv")
+        problems: list[object] = []
+        entries = {entry.field.name: entry for entry in read_yaml(path, "nvidia.yaml", "x", problems)}  # type: ignore[arg-type]
+        assert entries["aten.wrong"].field.type.from_node(entries["aten.wrong"].node) == ("cumsum", "mul")
+        write_list(path, Table(ORIGIN, [result("cat")]), "nvidia_sweep.csv")
+        assert "flagos_wrong" not in path.read_text()
+        assert "flagos_verified" in path.read_text()
+
     def test_a_table_without_good_operators_is_refused(self, tmp_path: Path) -> None:
         """Given a table in which nothing is good, when the list is asked for, then nothing is written."""
         path = tmp_path / "nvidia.yaml"

@@ -16,6 +16,8 @@ from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, encode, widen
 _COPYING = {"_to_copy", "clone"}
 _FILLING = {"full", "ones", "full_like", "ones_like", "new_full", "new_ones"}
 _ZEROING = {"zeros", "zeros_like", "new_zeros"}
+# What an accelerator's PyTorch has no minimum of; addresses are such.
+_WITHOUT_MINIMUM = frozenset({torch.uint16, torch.uint32, torch.uint64})
 _SAME_ARGUMENTS = {"index_put_": "_index_put_impl_", "index_put": "_index_put_impl_"}
 
 
@@ -117,4 +119,7 @@ def value_bounds(tensor: torch.Tensor) -> tuple[float, float] | None:
     with torch.no_grad():
         if tensor.is_floating_point():
             return (-1.0, 1.0) if bool((tensor < 0).any()) else (0.0, 1.0)
+        if tensor.dtype in _WITHOUT_MINIMUM:
+            values = tensor.cpu().numpy()
+            return float(values.min()), float(values.max())
         return float(tensor.min()), float(tensor.max())

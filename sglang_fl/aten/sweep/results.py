@@ -15,6 +15,8 @@ from sglang_fl.aten.sweep.timing import Times
 
 # An operator is left to PyTorch if on any recorded shape its GPU time is more than so many times PyTorch's.
 ALLOWED_RATIO = 1.02
+# Beyond so many times the allowed error a value is wrong, not rounded otherwise: profile full leaves it out as well.
+WRONG_FACTOR = 100.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class Result:
             first_call_s=round(first_call_s, 2),
         )
 
+    def is_wrong(self) -> bool:
+        """Whether FlagGems' kernel failed where PyTorch's did not, or its values are no rounding of the right ones."""
+        if self.own_failure:
+            return False
+        return bool(self.failure) or self.gems_error > WRONG_FACTOR * self.allowed_error
+
     def verdict(self) -> str:
         """Why this case excludes its operator, or an empty text."""
         if self.own_failure:
@@ -124,6 +132,10 @@ class Table:
         excluded = self.excluded()
         measured = {result.function for result in self.results if not result.own_failure}
         return sorted(measured - excluded.keys())
+
+    def wrong(self) -> list[str]:
+        """FlagGems' names of the operators that are wrong on some case, sorted: what profile full leaves out."""
+        return sorted({result.function for result in self.results if result.is_wrong()})
 
     def excluded(self) -> dict[str, list[str]]:
         """FlagGems' name to the reasons, one for each case that excludes it."""
