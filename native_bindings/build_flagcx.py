@@ -18,6 +18,7 @@ SUBJECTS = (
     "device",
     "jobs",
     "communicator",
+    "calls",
     "collectives",
     "point_to_point",
     "memory",

@@ -5,84 +5,96 @@ int32_t sglang_fl_flagcx_all_reduce(sglang_fl_flagcx_communicator *communicator,
                                     uintptr_t receive, size_t count, int32_t dtype, int32_t op,
                                     uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_ALL_REDUCE, dtype, count, NO_PEER,
+                            stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxAllReduce((const void *)send, (void *)receive, count, dtype, op,
                                                           communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_reduce(sglang_fl_flagcx_communicator *communicator, uintptr_t send, uintptr_t receive,
                                 size_t count, int32_t dtype, int32_t op, int32_t root, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_REDUCE, dtype, count, root, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxReduce((const void *)send, (void *)receive, count, dtype, op,
                                                        root, communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_reduce_scatter(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
                                         uintptr_t receive, size_t receive_count, int32_t dtype, int32_t op,
                                         uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_REDUCE_SCATTER, dtype, receive_count,
+                            NO_PEER, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxReduceScatter((const void *)send, (void *)receive, receive_count,
                                                               dtype, op, communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_all_gather(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
                                     uintptr_t receive, size_t send_count, int32_t dtype, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_ALL_GATHER, dtype, send_count, NO_PEER,
+                            stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxAllGather((const void *)send, (void *)receive, send_count, dtype,
                                                           communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_broadcast(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
                                    uintptr_t receive, size_t count, int32_t dtype, int32_t root,
                                    uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_BROADCAST, dtype, count, root, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxBroadcast((const void *)send, (void *)receive, count, dtype,
                                                           root, communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_gather(sglang_fl_flagcx_communicator *communicator, uintptr_t send, uintptr_t receive,
                                 size_t count, int32_t dtype, int32_t root, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_GATHER, dtype, count, root, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxGather((const void *)send, (void *)receive, count, dtype, root,
                                                        communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_scatter(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
                                  uintptr_t receive, size_t count, int32_t dtype, int32_t root,
                                  uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_SCATTER, dtype, count, root, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxScatter((const void *)send, (void *)receive, count, dtype, root,
                                                         communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_all_to_all(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
                                     uintptr_t receive, size_t count, int32_t dtype, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_ALL_TO_ALL, dtype, count, NO_PEER,
+                            stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxAlltoAll((const void *)send, (void *)receive, count, dtype,
                                                          communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_all_to_all_v(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
@@ -90,18 +102,20 @@ int32_t sglang_fl_flagcx_all_to_all_v(sglang_fl_flagcx_communicator *communicato
                                       const size_t *receive_counts, const size_t *receive_offsets,
                                       int32_t dtype, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_ALL_TO_ALL_V, dtype, 0, NO_PEER, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxAlltoAllv((const void *)send, send_counts, send_offsets,
                                                           (void *)receive, receive_counts, receive_offsets,
                                                           dtype, communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_barrier(sglang_fl_flagcx_communicator *communicator, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_BARRIER, NO_DTYPE, 0, NO_PEER, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxBarrier(communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }

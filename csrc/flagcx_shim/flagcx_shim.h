@@ -15,6 +15,7 @@
 #include "declarations/device.h"
 #include "declarations/jobs.h"
 #include "declarations/communicator.h"
+#include "declarations/calls.h"
 #include "declarations/collectives.h"
 #include "declarations/point_to_point.h"
 #include "declarations/memory.h"

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "calls.h"
 #include "flagcx_shim.h"
 #include "gate.h"
 #include "symbols.h"
@@ -55,11 +56,13 @@ struct sglang_fl_flagcx_communicator {
   struct gate gate; /* inside: calls in flight and open groups */
   void *comm;       /* flagcxComm_t */
   sglang_fl_flagcx_library *library;
+  _Atomic(struct call_ring *) calls; /* NULL while nothing is recorded; freed after the end, by its reader */
   struct stream_table streams;
   int32_t creation_device; /* the device it was created on, or -1 if nobody named one */
   atomic_int open_groups;
   atomic_int fate; /* enum fate */
   atomic_bool abort_tried;
+  atomic_bool refused; /* the gate stays shut */
   struct sglang_fl_flagcx_communicator *kept; /* the one created before */
 };
 
@@ -103,6 +106,32 @@ static inline int32_t communicator_enter_on(sglang_fl_flagcx_communicator *commu
   }
   code = streams_box(communicator, raw, box);
   return code == 0 ? 0 : communicator_leave(communicator, code);
+}
+
+static inline struct call call_record(sglang_fl_flagcx_communicator *communicator,
+                                      enum sglang_fl_flagcx_operation operation, int32_t dtype, uint64_t count,
+                                      int32_t peer, uintptr_t stream) {
+  struct call_ring *ring = atomic_load_explicit(&communicator->calls, memory_order_acquire);
+  if (ring == NULL) return (struct call){NULL, 0};
+  return ring_enter(ring, operation, dtype, count, peer, stream);
+}
+
+/* A call of the library: enter, find the box, and record that it begins; what is not 0 is the call's result. */
+static inline int32_t call_begin(sglang_fl_flagcx_communicator *communicator,
+                                 enum sglang_fl_flagcx_operation operation, int32_t dtype, uint64_t count,
+                                 int32_t peer, uintptr_t stream, void **box, struct call *call) {
+  const int32_t code = communicator_enter_on(communicator, stream, box);
+  if (code != 0) return code;
+  *call = call_record(communicator, operation, dtype, count, peer, stream);
+  return 0;
+}
+
+static inline int32_t call_end(sglang_fl_flagcx_communicator *communicator, struct call call, int32_t code) {
+  if (call.recorded != NULL)
+    code = ring_leave(atomic_load_explicit(&communicator->calls, memory_order_relaxed), call, code);
+  /* What is called inside a group only starts at its end: an event behind it would say nothing. */
+  if (code == SGLANG_FL_FLAGCX_MARK_DUE && atomic_load(&communicator->open_groups) > 0) code = 0;
+  return communicator_leave(communicator, code);
 }
 
 static inline int32_t library_enter(sglang_fl_flagcx_library *library) {

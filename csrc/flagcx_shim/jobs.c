@@ -191,12 +191,16 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_init(sglang_fl_flagcx_library *libr
 
 /* ending */
 
+static bool stays_shut(sglang_fl_flagcx_communicator *communicator) {
+  return atomic_load(&communicator->abort_tried) || atomic_load(&communicator->refused);
+}
+
 /* An abort may come between the question and the reopening: it marks first and shuts second, so it is asked
    for again. */
 static void reopen_unless_aborted(sglang_fl_flagcx_communicator *communicator) {
-  if (atomic_load(&communicator->abort_tried)) return;
+  if (stays_shut(communicator)) return;
   gate_reopen(&communicator->gate);
-  if (atomic_load(&communicator->abort_tried)) atomic_store(&communicator->gate.shut, true);
+  if (stays_shut(communicator)) atomic_store(&communicator->gate.shut, true);
 }
 
 static void end(sglang_fl_flagcx_job *job, int (*how)(void *)) {
@@ -223,6 +227,21 @@ static void work_destroy(sglang_fl_flagcx_job *job) {
 /* An abort that finds calls in flight keeps further ones out, and can be tried again. */
 static void work_abort(sglang_fl_flagcx_job *job) {
   end(job, job->library->functions.flagcxCommAbort);
+}
+
+/* Under calls in flight, which the library lets return; its handle must stay valid for them, as hostcx's does. */
+static void work_interrupt(sglang_fl_flagcx_job *job) {
+  sglang_fl_flagcx_communicator *communicator = job->communicator;
+  atomic_store(&communicator->fate, ENDING);
+  job->result = job->library->functions.flagcxCommAbort(communicator->comm);
+  if (!gate_shut(&communicator->gate, job->drain_s)) {
+    job->result = SGLANG_FL_FLAGCX_IN_USE;
+    atomic_store(&communicator->fate, GIVEN_UP);
+    return;
+  }
+  streams_free(communicator);
+  atomic_store(&communicator->fate, ENDED);
+  gate_leave(&job->library->gate);
 }
 
 /* A creation is the waiter's once it takes it. Whether the waiter leaves before or after the creation is done,
@@ -261,15 +280,25 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_destroy(sglang_fl_flagcx_communicat
   return communicator != NULL ? start_end(communicator, drain_s, work_destroy, code) : NULL;
 }
 
-sglang_fl_flagcx_job *sglang_fl_flagcx_start_abort(sglang_fl_flagcx_communicator *communicator, double drain_s,
-                                                   int32_t *code) {
+static sglang_fl_flagcx_job *start_abort_by(sglang_fl_flagcx_communicator *communicator, double drain_s,
+                                            void (*work)(sglang_fl_flagcx_job *), int32_t *code) {
   *code = SGLANG_FL_FLAGCX_NULL_HANDLE;
   if (communicator == NULL) return NULL;
   *code = SGLANG_FL_FLAGCX_MISSING_SYMBOL;
   if (!communicator->library->present.flagcxCommAbort) return NULL;
   atomic_store(&communicator->abort_tried, true);
   atomic_store(&communicator->gate.shut, true);
-  return start_end(communicator, drain_s, work_abort, code);
+  return start_end(communicator, drain_s, work, code);
+}
+
+sglang_fl_flagcx_job *sglang_fl_flagcx_start_abort(sglang_fl_flagcx_communicator *communicator, double drain_s,
+                                                   int32_t *code) {
+  return start_abort_by(communicator, drain_s, work_abort, code);
+}
+
+sglang_fl_flagcx_job *sglang_fl_flagcx_start_interrupt(sglang_fl_flagcx_communicator *communicator,
+                                                       double drain_s, int32_t *code) {
+  return start_abort_by(communicator, drain_s, work_interrupt, code);
 }
 
 /* waiting */
@@ -326,7 +355,8 @@ static void give_up_end(sglang_fl_flagcx_job *job) {
 void sglang_fl_flagcx_job_release(sglang_fl_flagcx_job *job) {
   if (job == NULL) return;
   pthread_mutex_lock(&job->lock);
-  if (!job->done && (job->work == work_destroy || job->work == work_abort)) give_up_end(job);
+  const bool ends = job->work == work_destroy || job->work == work_abort || job->work == work_interrupt;
+  if (!job->done && ends) give_up_end(job);
   job->released = true;
   pthread_cond_signal(&job->claimed);
   pthread_mutex_unlock(&job->lock);

@@ -4,21 +4,23 @@
 int32_t sglang_fl_flagcx_send(sglang_fl_flagcx_communicator *communicator, uintptr_t buffer, size_t count,
                               int32_t dtype, int32_t peer, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_SEND, dtype, count, peer, stream, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxSend((const void *)buffer, count, dtype, peer,
                                                      communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 int32_t sglang_fl_flagcx_recv(sglang_fl_flagcx_communicator *communicator, uintptr_t buffer, size_t count,
                               int32_t dtype, int32_t peer, uintptr_t stream) {
   void *box;
-  int32_t code = communicator_enter_on(communicator, stream, &box);
+  struct call call;
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_RECV, dtype, count, peer, stream, &box, &call);
   if (code != 0) return code;
   code =
       communicator->library->functions.flagcxRecv((void *)buffer, count, dtype, peer, communicator->comm, box);
-  return communicator_leave(communicator, code);
+  return call_end(communicator, call, code);
 }
 
 /* An open group stays inside the gate: nothing is ended between its start and its end. */
@@ -38,7 +40,9 @@ int32_t sglang_fl_flagcx_group_end(sglang_fl_flagcx_communicator *communicator) 
     int32_t code = communicator_enter(communicator);
     if (code != 0) return code;
   }
-  return communicator_leave(communicator, communicator->library->functions.flagcxGroupEnd(communicator->comm));
+  const struct call call =
+      call_record(communicator, SGLANG_FL_FLAGCX_GROUP_END, NO_DTYPE, 0, NO_PEER, 0);
+  return call_end(communicator, call, communicator->library->functions.flagcxGroupEnd(communicator->comm));
 }
 
 int32_t sglang_fl_flagcx_library_group_start(sglang_fl_flagcx_library *library) {

@@ -8,6 +8,9 @@ sglang_fl_flagcx_job *sglang_fl_flagcx_start_destroy(sglang_fl_flagcx_communicat
                                                      double drain_s, int32_t *code);
 sglang_fl_flagcx_job *sglang_fl_flagcx_start_abort(sglang_fl_flagcx_communicator *communicator, double drain_s,
                                                    int32_t *code);
+/* As start_abort, under calls in flight: only for a library that lets them return, and frees nothing before. */
+sglang_fl_flagcx_job *sglang_fl_flagcx_start_interrupt(sglang_fl_flagcx_communicator *communicator,
+                                                       double drain_s, int32_t *code);
 int32_t sglang_fl_flagcx_job_wait(sglang_fl_flagcx_job *job, double seconds);
 int32_t sglang_fl_flagcx_job_result(sglang_fl_flagcx_job *job);
 void sglang_fl_flagcx_job_message(sglang_fl_flagcx_job *job, char *message, size_t message_bytes);

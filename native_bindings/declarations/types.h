@@ -11,7 +11,9 @@ enum {
   SGLANG_FL_FLAGCX_BAD_UNIQUE_ID = -8,  /* a unique id of an impossible size */
   SGLANG_FL_FLAGCX_NOT_LOADED = -9,     /* dlopen refused the file */
   SGLANG_FL_FLAGCX_NO_MEMORY_GIVEN = -10, /* the library said success and returned no pointer */
-  SGLANG_FL_FLAGCX_ENDING_NOW = -11       /* another close or abort is under way: ask again */
+  SGLANG_FL_FLAGCX_ENDING_NOW = -11,      /* another close or abort is under way: ask again */
+  SGLANG_FL_FLAGCX_MARK_DUE = -12,        /* the call succeeded, and a device event behind it was asked for */
+  SGLANG_FL_FLAGCX_BAD_SIZE = -13         /* the size of a ring is no power of two */
 };
 
 /* Bytes of a unique id as flagcx.h declares it, and the most that the shim can carry. */

@@ -46,7 +46,18 @@ class Answer:
 
 
 # What answers with a value and not with a result.
-COMMUNICATOR_VALUES = {"is_open": 0, "calls_in_flight": 0, "library_communicator": 0}
+RECORDER_VALUES = {
+    "calls_entered": 0,
+    "has_captured": 0,
+    "read_calls": 0,
+    "read_call": 0,
+    "call_under_way": 0,
+    "ask_for_mark": None,
+    "mark_made": None,
+    "refuse": None,
+    "free_calls": None,
+}
+COMMUNICATOR_VALUES = {"is_open": 0, "calls_in_flight": 0, "library_communicator": 0, **RECORDER_VALUES}
 LIBRARY_VALUES = {
     "library_path": FFI.NULL,
     "library_users": 0,
@@ -75,8 +86,8 @@ def closed(request: pytest.FixtureRequest, communicator: FlagCXCommunicator) -> 
 
 
 def test_a_closed_communicator_is_an_answer(closed: FlagCXCommunicator) -> None:
-    ended = {"start_destroy": ResultCode.ALREADY_ENDED, "start_abort": ResultCode.ALREADY_ENDED}
-    values = {"is_open": 0, "calls_in_flight": 0, "library_communicator": 0} | ended
+    ends = ("start_destroy", "start_abort", "start_interrupt")
+    values = COMMUNICATOR_VALUES | dict.fromkeys(ends, ResultCode.ALREADY_ENDED)
     names = functions_on(COMMUNICATOR)
     assert len(names) >= 30
     for name in names:

@@ -34,6 +34,8 @@ class ResultCode(IntEnum):
     NOT_LOADED = -9
     NO_MEMORY_GIVEN = -10
     ENDING_NOW = -11
+    MARK_DUE = -12
+    BAD_SIZE = -13
     TIMED_OUT = -100
     NOT_FOUND = -101
     WRONG_FILE = -102
@@ -76,6 +78,8 @@ EXPLANATIONS: dict[ResultCode, str] = {
     ResultCode.NOT_LOADED: "the loader refused the file",
     ResultCode.NO_MEMORY_GIVEN: "the library reported success and returned no pointer; the library is at fault",
     ResultCode.ENDING_NOW: "another close or abort of it is under way",
+    ResultCode.MARK_DUE: "the call succeeded, and its recorder asked for a device event behind it",
+    ResultCode.BAD_SIZE: "a recorder keeps a power of two of calls",
     ResultCode.TIMED_OUT: (
         "the time limit passed; a peer is missing, stopped or unreachable. The call was given up and its thread "
         "left behind"
