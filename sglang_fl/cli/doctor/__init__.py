@@ -20,7 +20,7 @@ from sglang_fl.cli.doctor import render, surroundings
 from sglang_fl.cli.doctor.children import Child, Failure
 from sglang_fl.cli.doctor.plugin_in_sglang import MAIN, SPAWNED
 from sglang_fl.cli.doctor.report import Finding, Hooks, Report
-from sglang_fl.config import SettingsError, load_settings
+from sglang_fl.config import Problem, SettingsError, load_settings
 
 _PACKAGE = "sglang_fl.cli.doctor"
 _INSTALLATION, _MAIN, _SPAWNED = f"{_PACKAGE}.installation", f"{_PACKAGE}.plugin_in_sglang", f"{_PACKAGE}.spawned"
@@ -90,18 +90,17 @@ def _wrong_settings() -> Report:
     try:
         load_settings()
     except SettingsError as error:
-        found = [(problem, problem.suggestion) for problem in error.problems]
-        return Report(
-            problems=[
-                Finding(
-                    "settings",
-                    f"{problem.where}: found {problem.found}; allowed: {problem.allowed}",
-                    f"{f'Did you mean {suggestion}? ' if suggestion else ''}{problem.action}",
-                )
-                for problem, suggestion in found
-            ]
-        )
+        report = Report(problems=[_wrong(problem) for problem in error.problems])
+        text = "because of the problems, what follows is shown as without any setting"
+        report.warnings.append(Finding("settings", text, ""))
+        return report
     return Report()
+
+
+def _wrong(problem: Problem) -> Finding:
+    meant = f"Did you mean {problem.suggestion}? " if problem.suggestion else ""
+    found = f"{problem.where}: found {problem.found}; allowed: {problem.allowed}"
+    return Finding("settings", found, f"{meant}{problem.action}")
 
 
 def _collect(report: Report, children: dict[str, Child]) -> None:
@@ -109,8 +108,8 @@ def _collect(report: Report, children: dict[str, Child]) -> None:
     for module, child in children.items():
         for name, result in child.results.items():
             part = _failed(module, name, result) if isinstance(result, Failure) else result
-            if module == _SPAWNED and refused:
-                part.problems.clear()  # the first process has told why
+            if module == _SPAWNED and refused:  # the first process has told why
+                part = Report(hooks=[Hooks(SPAWNED, 0, 0, reason="as in the main process")])
             if module == _MAIN and part.layers:
                 report.layers.clear()  # the settings' own view of them, which is less
             report.add(part)

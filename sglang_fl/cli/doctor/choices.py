@@ -44,7 +44,7 @@ def operators() -> Report:
     found = [explanation(name, extra=_sglangs_own(name)) for name in get_manager().operators()]
     report = Report(operators=[_operator(each) for each in found])
     if not off_reason(chosen):
-        report.problems += _operator_problems(chosen, found)
+        _judge(report, chosen, found)
     return report
 
 
@@ -55,21 +55,37 @@ def _operator(found: Explanation) -> Choice:
     return Choice(found.op_name, chosen.impl_id if chosen else "", others, found.order, note)
 
 
-def _operator_problems(chosen: Settings, found: list[Explanation]) -> list[Finding]:
-    """What was asked for: an operator's own order whose first entry has nothing, a kind that nothing is of, strict."""
-    problems = []
+def _judge(report: Report, chosen: Settings, found: list[Explanation]) -> None:
+    """Nothing to run on is a problem; where an order's first entry is not the one in use, its fallback is at work."""
+    from sglang_fl.dispatch.registry import FUNCTION_OPERATORS
+
+    action = "Mend what the reasons name, or change the order."
+    without = [each for each in found if each.problem and each.op_name not in FUNCTION_OPERATORS]
+    if without:
+        names = ", ".join(each.op_name for each in without)
+        strict = f", with {chosen.source('ops.strict').where}" if chosen.ops.strict else ""
+        text = f"nothing can run {names}{strict}: {_reasons(without[0])}"
+        report.problems.append(Finding("operators", text, action))
+    orders = chosen.source("ops.backends").where
     for each in found:
         own = chosen.ops.backends_for(each.op_name)
-        if own and not _is_of(str(own[0]), _candidate_of(each)):
-            source = chosen.source("ops.backends").where
-            action = "Mend what the reason names, or change the order."
-            problems.append(Finding("operators", f"{source} puts {own[0]} first for {each}", action))
+        if own and not each.problem and not _is_of(str(own[0]), _candidate_of(each)):
+            taken = _candidate_of(each)[1]
+            text = f"{orders} puts {own[0]} first for {each.op_name}, which gets {taken}: {_reasons(each)}"
+            report.warnings.append(Finding("operators", text, action))
     preferred = chosen.source("ops.prefer")
-    kinds = {_candidate_of(each)[0] for each in found if not chosen.ops.backends_for(each.op_name)}
+    by_preference = [each for each in found if not each.problem and not chosen.ops.backends_for(each.op_name)]
+    kinds = {_candidate_of(each)[0] for each in by_preference}
     if preferred.kind in EXPLICIT and kinds and chosen.ops.prefer.value not in kinds:
-        text = f"{preferred.where} prefers {chosen.ops.prefer}, which no operator can use: {found[0]}"
-        problems.append(Finding("operators", text, "Mend what the reasons name, or prefer another kind."))
-    return problems
+        text = f"{preferred.where} prefers {chosen.ops.prefer}, which no operator gets: {_reasons(by_preference[0])}"
+        report.warnings.append(Finding("operators", text, action))
+
+
+def _reasons(found: Explanation) -> str:
+    rows = [
+        row for row in found.rows if not row.is_chosen and not row.reason.startswith(("available, but", "not named"))
+    ]
+    return "; ".join(f"{row.impl_id}: {row.reason}" for row in rows)
 
 
 def _candidate_of(found: Explanation) -> tuple[str, str, str]:
@@ -159,6 +175,7 @@ def _select(context: GroupContext, policy: Policy) -> tuple[Selection, str]:
 def _not_as_asked(chosen: Settings, selection: Selection) -> list[Finding]:
     from sglang_fl.comm.agreement import ITEM
     from sglang_fl.comm.policy import communicator_order, describe_order
+    from sglang_fl.selection import Kind, PassedOver
 
     own = chosen.ops.backends_for(ITEM)
     backend = chosen.comm.backend
@@ -167,10 +184,13 @@ def _not_as_asked(chosen: Settings, selection: Selection) -> list[Finding]:
         return []
     first = communicator_order(chosen)[0]
     taken = selection.chosen
-    if _is_of(first, (taken.kind.value, taken.impl_id, taken.vendor)):
-        return []
-    reasons = "; ".join(f"{each.impl_id}: {each.reason}" for each in selection.passed_over)
-    found = f"asked for is {describe_order(chosen)}, and groups would get {taken.impl_id}: {reasons}"
+    if _is_of(first, (taken.kind.value, taken.impl_id, taken.vendor)) or (first == FLAGCX and not _opens(chosen)):
+        return []  # that FlagCX cannot be opened has been told
+    reasons = [each for each in selection.passed_over if first in (each.impl_id, Kind.VENDOR.value)] or [
+        PassedOver(first, "nothing here is of that name")
+    ]
+    words = "; ".join(f"{each.impl_id}: {each.reason}" for each in reasons)
+    found = f"asked for is {describe_order(chosen)}, and groups would get {taken.impl_id}; {words}"
     return [Finding("collectives", found, _COMM_ACTION)]
 
 
@@ -198,6 +218,16 @@ def _routes(name: str, chosen: Settings) -> str:
         return ""
     own = next((order.routes for order in chosen.comm.routes if order.op == name), ())
     return f"by size: {'|'.join(map(str, own))}" if own else ""
+
+
+def _opens(chosen: Settings) -> bool:
+    from sglang_fl.comm.backends.flagcx import FlagCXError
+
+    try:
+        _flagcx_operations(chosen)
+    except FlagCXError:
+        return False
+    return True
 
 
 def _flagcx_operations(chosen: Settings) -> frozenset[str]:

@@ -93,7 +93,8 @@ def flagcx() -> Report:
 
     chosen = process_settings()
     path = chosen.comm.flagcx_path
-    is_wanted = chosen.comm.backend is CommBackend.FLAGCX
+    backend = chosen.comm.backend
+    is_wanted = backend is CommBackend.FLAGCX or (path is not None and backend is CommBackend.AUTO)
     source = chosen.source("comm.flagcx_path" if path is not None else "comm.backend").where
     try:
         library = FlagCXLibrary.open("" if path is None else path)

@@ -92,8 +92,9 @@ def _findings(out: Console, title: str, style: str, findings: Sequence[Finding])
     if not findings:
         return
     out.print(Text(title, style=f"bold {style}"))
+    table = Table(box=None, show_header=False)
     for number, each in enumerate(findings, start=1):
-        out.print(f"  {number}. [{style}]{escape(each.area)}[/]: {escape(each.found)}")
-        if each.action:
-            out.print(f"     {escape(each.action)}")
+        action = f"\n[bold]What to do:[/] {escape(each.action)}" if each.action else ""
+        table.add_row(f"{number}.", f"[{style}]{escape(each.area)}[/]", f"{escape(each.found)}{action}")
+    out.print(table)
     out.print()
