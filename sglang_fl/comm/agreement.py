@@ -10,6 +10,7 @@ from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.memory import memory_in_use
+from sglang_fl.comm.monitor import creation
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.routes import routed
 from sglang_fl.comm.types import Backend, GroupContext, Transport
@@ -78,7 +79,18 @@ def agree(
         AgreementError: the ranks' policies differ, nothing works on all of them, or strict mode forbids
             what does; the same text on every rank.
     """
-    local = replace(_local_view(context, backends, policy), settings=dict(also_equal or {}))
+    with creation(context) as begun:
+        return _agree(begun, backends, policy, native_kinds, also_equal or {})
+
+
+def _agree(
+    context: GroupContext,
+    backends: Mapping[str, Backend],
+    policy: Policy,
+    native_kinds: frozenset[Kind],
+    also_equal: Mapping[str, str],
+) -> Agreed:
+    local = replace(_local_view(context, backends, policy), settings=dict(also_equal))
     views = context.exchange("announce candidates", local)
     _same_settings(context, views)
     order = _common_order(views)

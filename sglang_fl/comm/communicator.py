@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,11 +15,16 @@ import torch
 from torch.distributed import ProcessGroup
 
 from sglang_fl.comm.agreement import Agreed, agree
+from sglang_fl.comm.backends.torch_dist import Waiting
 from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.dumps import include, write_dump
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
+from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, watch_group
 from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
+from sglang_fl.comm.ring import CallRing
 from sglang_fl.comm.sizes import SizedTransport, add_routes, settings_to_agree_on
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import ClosedTransport, GroupContext, Transport
@@ -24,7 +32,8 @@ from sglang_fl.config import CommMode, Settings, load_settings
 from sglang_fl.devices import detect_platform
 
 logger = logging.getLogger(__name__)
-DRAIN_LIMIT_S = 5.0
+END_LIMIT_S = 5.0
+OPERATION_TIMEOUT_S = 600.0  # where neither a setting nor SGLang's --dist-timeout says otherwise
 
 
 class CommunicatorFL(Reductions, Gathers, Transfers):
@@ -47,7 +56,8 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         ranks: Sequence[int],
         name: str = "anonymous",
         settings: Settings | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float | None = None,
+        operation_timeout_s: float | None = None,
     ) -> None:
         """Agree with the other ranks on a backend and create its transport. All ranks of the group must call it.
 
@@ -58,13 +68,19 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             ranks: global ranks in group order.
             name: equal on all ranks; appears in errors and reports.
             settings: read from the environment if left out.
-            timeout_s: limit for each step of creation, seconds.
+            timeout_s: limit for the creation, seconds; ``comm.create_timeout_s`` if left out.
+            operation_timeout_s: limit for each call afterwards, seconds; ``comm.timeout_s`` if left out. A call that
+                does not complete raises CollectiveTimeout, or PeerLost as soon as a process is gone, on host memory;
+                on a device the process ends with code 71, since nothing that an abort leaves behind may be used.
 
         Raises:
             AgreementError: a rank is missing, the ranks' settings differ, or no backend works on all of them.
         """
         settings = settings or load_settings(platform=detect_platform())
-        context = group_context(cpu_group, device_group, device, ranks, name, settings, timeout_s)
+        described = group_context(
+            cpu_group, device_group, device, ranks, name, settings, timeout_s, operation_timeout_s
+        )
+        context = begin(described)
         backends, policy = discover_backends().backends, communicator_policy(settings)
         agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
         routes: tuple[str, ...] = ()
@@ -100,14 +116,47 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             # Bound to the object, so that a group without such routes looks none up.
             setattr(self, "all_reduce", self._all_reduce_by_route)  # noqa: B010 - a method is replaced
         self.graph_name = _name_for_graphs(self)
+        self._waiting = Waiting(context.operation_timeout_s)
+        self._barriers = CallRing(f"{self.name} barrier", self.ranks, torch.device("cpu"), interrupt=self._interrupt)
+        self._watch = context.watch if isinstance(context.watch, GroupWatch) else watch_group(context)
+        self._watch.created(self.recorders)
+        include(self)
 
     def __repr__(self) -> str:
         return f"CommunicatorFL({self.name}, ranks={list(self.ranks)}, backend={self.backend})"
 
     def barrier(self) -> None:
-        """Wait for all ranks, over the CPU group."""
+        """Wait for all ranks, over the CPU group.
+
+        Raises:
+            CollectiveTimeout: they have not all come within the limit; PeerLost: a process is gone.
+        """
         self.counts["barrier"] += 1
-        torch.distributed.barrier(group=self.context.cpu_group)
+        row = self._barriers.enter("barrier")
+        try:
+            self._waiting.finish(torch.distributed.barrier(group=self.context.cpu_group, async_op=True))
+        except CommError as error:
+            raise self._barriers.failed(row, error) from error
+        self._barriers.leave(row)
+
+    def _interrupt(self) -> bool:
+        self._waiting.interrupted = True
+        return True
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """What records this group's calls; empty where ``comm.record`` is off, and once it is destroyed."""
+        if self._closed or not self.context.records:
+            return ()
+        found = (*self._device.recorders(), *self._metadata.recorders(), self._barriers)
+        return tuple(dict.fromkeys(found))
+
+    def dump(self, reason: str = "on request") -> Path:
+        """Write this group's recorded calls as JSON into ``comm.dump_dir``; local. Returns the file.
+
+        Raises:
+            DumpError: the folder cannot be used.
+        """
+        return write_dump(reason, self.recorders(), MONITOR.dump_folder)
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
@@ -117,22 +166,37 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
     def destroy(self) -> None:
         """Give up the transport. Local and idempotent; the groups belong to the caller.
 
-        Waits up to ``DRAIN_LIMIT_S`` seconds for sends that are not received yet: a process that ends takes them along.
+        Waits for sends that are not received yet, since a process that ends takes them along, and for the library, both
+        together ``END_LIMIT_S`` seconds at most; what does not come to its end is abandoned with a warning. So is a
+        communicator whose calls are in a CUDA graph: a library waits for the graph that may be replayed.
         """
         if self._closed:
             return
-        self._closed = True
-        lost = self._sends.drain(DRAIN_LIMIT_S)
+        ends_s = time.monotonic() + END_LIMIT_S
+        lost = self._sends.drain(END_LIMIT_S)
         if lost:
             logger.warning(
-                "group %s: destroyed with %d send(s) that no rank received within %g s",
-                self.name,
-                lost,
-                DRAIN_LIMIT_S,
+                "group %s: destroyed with %d send(s) that no rank received within %g s", self.name, lost, END_LIMIT_S
             )
-        self._device.close()
+        in_graphs = any(recorder.has_captured() for recorder in self.recorders())
+        self._closed = True
+        self._watch.ended()
+        self._end(self._device, in_graphs, ends_s - time.monotonic())
         self._device = ClosedTransport(self.name, self._device)
         self._host = self._device if self.device.type == "cpu" else self._metadata
+
+    def _end(self, transport: Transport, in_graphs: bool, limit_s: float) -> None:
+        if in_graphs:
+            logger.warning("group %s: calls of it are in a CUDA graph, its communicator is left as it is", self.name)
+            _abandoned.append(transport)
+            return
+        # A library's destroy may wait for peers that are gone; most take milliseconds.
+        closing = threading.Thread(target=_close, args=(self.name, transport), name="sglang_fl-destroy", daemon=True)
+        closing.start()
+        closing.join(max(0.5, limit_s))
+        if closing.is_alive():
+            logger.warning("group %s: %s did not end within %g s and is abandoned", self.name, transport, END_LIMIT_S)
+            _abandoned.append(transport)
 
     @property
     def extra_bytes(self) -> int:
@@ -157,6 +221,16 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             "send_bytes_held": self._sends.held_bytes,
             "calls": dict(self.counts),
         }
+
+
+_abandoned: list[Transport] = []  # never collected: a library may still use what they hold
+
+
+def _close(name: str, transport: Transport) -> None:
+    try:
+        transport.close()
+    except CommError as error:
+        logger.warning("group %s: destroyed, but not in good order: %s", name, error)
 
 
 _groups: WeakValueDictionary[str, CommunicatorFL] = WeakValueDictionary()
@@ -189,9 +263,11 @@ def group_context(
     ranks: Sequence[int],
     name: str,
     settings: Settings,
-    timeout_s: float,
+    timeout_s: float | None = None,
+    operation_timeout_s: float | None = None,
 ) -> GroupContext:
-    """One rank's view of a group; ``ranks`` are global ranks in group order."""
+    """One rank's view of a group; ``ranks`` are global ranks in group order. Limits left out are the settings'."""
+    MONITOR.dump_folder = settings.comm.dump_dir
     rank = torch.distributed.get_rank()
     if rank not in ranks:
         raise CommError(f"group {name}: global rank {rank} is not among its ranks {list(ranks)}")
@@ -202,7 +278,8 @@ def group_context(
         device=torch.device(device),
         device_group=device_group,
         cpu_group=cpu_group,
-        timeout_s=timeout_s,
+        timeout_s=settings.comm.create_timeout_s if timeout_s is None else timeout_s,
+        operation_timeout_s=operation_timeout_s or settings.comm.timeout_s or OPERATION_TIMEOUT_S,
         options={"flagcx_path": str(settings.comm.flagcx_path or "")},
         records=settings.comm.record,
     )

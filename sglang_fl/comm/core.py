@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from sglang_fl.comm.agreement import Agreed
 from sglang_fl.comm.backends.torch_dist import TorchTransport
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.point_to_point import PendingSends
+from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.types import GroupContext, Transport
 
 
@@ -31,7 +33,7 @@ class GroupCore:
     def _bind(self, context: GroupContext, agreed: Agreed, metadata: Transport | None = None) -> None:
         if agreed.transport is None:
             raise CommError(f"group {context.name}: {agreed.backend.name} was chosen, but has no transport")
-        self.context = context
+        self.context = replace(context, creation_ends_s=None)
         self.agreed = agreed
         self.name = context.name
         self.backend = agreed.backend.name
@@ -92,15 +94,6 @@ class GroupCore:
 
 
 def host_transport(context: GroupContext) -> Transport:
-    """The way of CPU tensors in a group whose device is another: its gloo group."""
-    return TorchTransport(
-        "torch",
-        GroupContext(
-            context.name,
-            context.ranks,
-            context.rank,
-            torch.device("cpu"),
-            context.cpu_group,
-            context.cpu_group,
-        ),
-    )
+    """The way of CPU tensors in a group whose device is another, and of objects: its gloo group."""
+    host = replace(context, name=f"{context.name} (CPU)", device=torch.device("cpu"), device_group=context.cpu_group)
+    return recorded(host, TorchTransport("torch", host))

@@ -11,6 +11,7 @@ from multiprocessing.util import Finalize
 
 import torch
 
+from sglang_fl.comm.errors import CollectiveTimeout, CommError, PeerLost
 from sglang_fl.comm.types import Work
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -45,7 +46,7 @@ class PendingSends:
         """Wait until ``size_bytes`` fit; one buffer larger than the limit goes alone.
 
         Raises:
-            RuntimeError: an earlier send failed.
+            CommError: an earlier send failed; CollectiveTimeout or PeerLost where it was that.
         """
         with self._changed:
             self._changed.wait_for(
@@ -73,7 +74,8 @@ class PendingSends:
 
     def _raise_earlier(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"an earlier send failed: {self._error}") from self._error
+            kind = type(self._error) if type(self._error) in (CollectiveTimeout, PeerLost) else CommError
+            raise kind(f"an earlier send failed: {self._error}") from self._error
 
     def _run(self) -> None:
         while True:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
 
-from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.exchange import Exchange
 from sglang_fl.selection import Availability, Kind
 
 if TYPE_CHECKING:
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_fl.comm.recorder import Recorder
 
-LATE_LIMIT_S = 2.0
+MEETING_S = 1.0  # for ranks that come out of one step of a creation at its limit, to find out who is missing
 
 
 class Operation(str, Enum):
@@ -38,6 +35,10 @@ class Operation(str, Enum):
     RECV = "recv"
 
 
+def _unwatched(recorder: Recorder) -> None:
+    """Nobody watches."""
+
+
 @dataclass(frozen=True)
 class GroupContext:
     """One rank's view of a group, as handed to a backend.
@@ -49,10 +50,14 @@ class GroupContext:
         device: where the group's tensors live.
         device_group: torch.distributed group for tensors on ``device``.
         cpu_group: gloo group of the same ranks.
-        timeout_s: limit for each step of creation, seconds.
+        timeout_s: limit for creation with all its steps, and later for each pair of ranks that begins to transfer,
+            seconds.
         options: settings that a backend may need, such as ``flagcx_path``.
         shares_communicator: False for a group that is used at the same time as another one of the same ranks.
         records: whether its transports record their calls.
+        operation_timeout_s: limit for each call once the group is made, seconds.
+        creation_ends_s: when the creation under way must be done, as of ``time.monotonic()``; None outside of one.
+        watch: a backend calls it with each recorder whose calls it makes while it creates a transport.
     """
 
     name: str
@@ -65,65 +70,35 @@ class GroupContext:
     options: dict[str, str] = field(default_factory=dict)
     shares_communicator: bool = True
     records: bool = True
+    operation_timeout_s: float = 600.0
+    creation_ends_s: float | None = None
+    watch: Callable[[Recorder], None] = field(default=_unwatched, compare=False)
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
 
+    def begun(self) -> GroupContext:
+        """The same group at the beginning of its creation, from which ``timeout_s`` counts; as it is if begun."""
+        if self.creation_ends_s is not None:
+            return self
+        return replace(self, creation_ends_s=time.monotonic() + self.timeout_s)
+
+    def left_s(self) -> float:
+        """What is left for the next step of the creation under way, seconds; always a moment, outside all of it."""
+        if self.creation_ends_s is None:
+            return self.timeout_s
+        return max(MEETING_S, self.creation_ends_s - time.monotonic())
+
     def exchange(self, stage: str, value: Any) -> list[Any]:
         """Every rank's ``value`` in group order. All ranks of the group must call it.
 
-        It goes through the store in which torch.distributed's ranks met, since gloo has limits of its own: its
-        ``monitored_barrier`` holds the given one on its first rank only.
-
         Raises:
-            AgreementError: a rank did not arrive within ``timeout_s``; names group, stage and that rank.
+            AgreementError: a rank did not arrive within what is left of the creation, or its process has ended; names
+                group, stage and that rank.
         """
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store, turn = _get_default_store(), _turn((self.name, self.ranks, stage))
-        keys = [f"sglang_fl/{self.name}/{list(self.ranks)}/{stage}/{turn}/{rank}" for rank in self.ranks]
-        try:
-            store.set(keys[self.rank], pickle.dumps(value).hex())
-            store.wait(keys, timedelta(seconds=self.timeout_s))
-            return [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in keys]
-        except RuntimeError as error:
-            missing = self._missing(store, keys)
-            who = f"global rank(s) {missing} did not reach" if missing else "a rank was lost while all reached"
-            raise AgreementError(
-                f"group {self.name}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{stage}' "
-                f"within {self.timeout_s:g} s. Look at the log of the missing rank: has its process ended, is the "
-                f"plugin installed and loaded there? ({_first_line(error)})"
-            ) from error
-
-    def _missing(self, store: Any, keys: Sequence[str]) -> list[int]:
-        """Ranks that have not come; those that are only late, while one is gone, get a moment to come."""
-        deadline_s = time.monotonic() + min(LATE_LIMIT_S, self.timeout_s)
-        try:
-            while True:
-                missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not store.check([key])]
-                if not missing or time.monotonic() > deadline_s:
-                    return missing
-                time.sleep(0.05)
-        except RuntimeError:
-            return []  # the store went with the process that held it
-
-
-# How often this process has been at a stage of a group, since torch.distributed was initialised: equal on its ranks.
-_turns: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
-
-
-def _turn(stage: tuple[str, tuple[int, ...], str]) -> int:
-    import torch.distributed as dist
-
-    turns = _turns.setdefault(dist.group.WORLD, Counter())
-    turns[stage] += 1
-    return turns[stage]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Exchange(self.name, self.ranks, self.rank, stage, self.left_s()).run(value)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.memory import in_words
+from sglang_fl.comm.monitor import begin
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
 from sglang_fl.comm.types import GroupContext, Transport
@@ -35,6 +36,14 @@ PARALLEL_STATE = "sglang.srt.distributed.parallel_state"
 
 class HookError(RuntimeError):
     """A hook that the plugin needs is not live; serving on would mean serving without the plugin."""
+
+
+def _dist_timeout_s() -> float | None:
+    """SGLang's ``--dist-timeout``, seconds; None where it was not given."""
+    from sglang.srt.distributed import parallel_state
+
+    given = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
+    return None if given is None else float(given.total_seconds())
 
 
 @dataclass
@@ -78,7 +87,6 @@ class Groups:
         settings: this process's.
         versions: package to version, compared across ranks.
         native_kinds: kinds of backends for which SGLang's own methods are kept.
-        timeout_s: how long to wait for a rank at each step; ``--dist-timeout`` may shorten it.
         hooks: every hook of the plugin; each must be live.
         operator_choices: what layer 2 would run each operator on here; None if it is off.
         rank: this process's global rank, kept beyond the groups' end.
@@ -89,7 +97,6 @@ class Groups:
     native_kinds: frozenset[Kind]
     hooks: list[Hook] = field(default_factory=list)
     records: list[GroupRecord] = field(default_factory=list)
-    timeout_s: float = 120.0
     operator_choices: Callable[[], dict[str, str]] | None = None
     rank: int = 0
     clock: HookClock | None = None
@@ -148,9 +155,10 @@ class Groups:
             coordinator.unique_name,
             self.settings,
             self._limit_s(),
+            self._operation_limit_s(),
         )
         # PD multiplexing duplicates the TP group in order to use both at the same time.
-        context = replace(context, shares_communicator="pdmux" not in coordinator.unique_name)
+        context = begin(replace(context, shares_communicator="pdmux" not in coordinator.unique_name))
         policy = communicator_policy(self.settings)
         also_equal = settings_to_agree_on(self.settings.comm)
         agreed = agree(context, discover_backends().backends, policy, self.native_kinds, also_equal)
@@ -189,11 +197,14 @@ class Groups:
         return transport if self.clock is None else TimedTransport(transport, group, self.clock)
 
     def _limit_s(self) -> float:
-        """Seconds to wait for a rank: ours, or SGLang's ``--dist-timeout`` where that is less."""
-        from sglang.srt.distributed import parallel_state
+        """Seconds for a group's creation: ``comm.create_timeout_s``, or ``--dist-timeout`` where that is less."""
+        own, given = self.settings.comm.create_timeout_s, _dist_timeout_s()
+        return own if given is None else min(own, given)
 
-        given = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
-        return self.timeout_s if given is None else min(self.timeout_s, given.total_seconds())
+    def _operation_limit_s(self) -> float | None:
+        """Seconds for a call: ``comm.timeout_s``, or ``--dist-timeout`` where that is not set; None for the default."""
+        own = self.settings.comm.timeout_s
+        return _dist_timeout_s() if own is None else own
 
     def require_live(self) -> None:
         """Check by identity that every hook is live in this process.

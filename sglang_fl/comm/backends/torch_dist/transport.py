@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_fl.comm.backends.torch_dist.waiting import BoundedWork, Waiting
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.selection import Availability, Kind
 
@@ -27,7 +28,10 @@ REDUCIBLE = frozenset(
 
 
 class TorchTransport(Transport):
-    """Collectives over ``context.device_group``, which belongs to the caller."""
+    """Collectives over ``context.device_group``, which belongs to the caller.
+
+    On host memory each is waited for ``context.operation_timeout_s`` seconds at most; on a device torch only enqueues.
+    """
 
     def __init__(self, name: str, context: GroupContext, backwards: dist.ProcessGroup | None = None) -> None:
         """``backwards``: a group of the same ranks for sends to lower ranks.
@@ -46,6 +50,8 @@ class TorchTransport(Transport):
         )
         self._group = context.device_group
         self._ranks = context.ranks
+        self._waiting = Waiting(context.operation_timeout_s)
+        self._is_host = context.device.type == "cpu"
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
         torch_ranks = dist.get_process_group_ranks(context.device_group)
         is_sorted = list(context.ranks) == torch_ranks
@@ -53,15 +59,15 @@ class TorchTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        dist.all_reduce(tensor, group=self._group)
+        self._finish(dist.all_reduce(tensor, group=self._group, async_op=self._is_host))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         if self._torch_places is None:
-            dist.all_gather_into_tensor(output, tensor, group=self._group)
+            self._finish(dist.all_gather_into_tensor(output, tensor, group=self._group, async_op=self._is_host))
             return
         gathered = torch.empty_like(output)
-        dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+        self._finish(dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=self._is_host))
         parts = gathered.view(len(self._ranks), -1)
         torch.index_select(parts, 0, self._torch_places.to(parts.device), out=output.view(parts.shape))
 
@@ -70,23 +76,24 @@ class TorchTransport(Transport):
         if self._torch_places is not None:
             parts = tensor.view(len(self._ranks), -1)
             tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
-        dist.reduce_scatter_tensor(output, tensor, group=self._group)
+        self._finish(dist.reduce_scatter_tensor(output, tensor, group=self._group, async_op=self._is_host))
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
-        dist.reduce(tensor, self._ranks[dst], group=self._group)
+        self._finish(dist.reduce(tensor, self._ranks[dst], group=self._group, async_op=self._is_host))
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
         work: Work | None = dist.broadcast(tensor, self._ranks[src], group=self._group, async_op=True)
-        return work
+        return BoundedWork(work, self._waiting, is_transfer=False) if self._is_host and work is not None else work
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
         parts = None if output is None else list(output.view(len(self._ranks), -1))
         if parts is not None and self._torch_places is not None:
             parts = [parts[place] for place in torch.argsort(self._torch_places).tolist()]
-        dist.gather(tensor.view(-1), parts, dst=self._ranks[dst], group=self._group)
+        flat = tensor.view(-1)
+        self._finish(dist.gather(flat, parts, dst=self._ranks[dst], group=self._group, async_op=self._is_host))
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
@@ -103,7 +110,17 @@ class TorchTransport(Transport):
             return work
         started: Work | None = call(tensor, self._ranks[peer], group=group)
         assert started is not None  # None only for a rank outside the group
-        return started
+        return BoundedWork(started, self._waiting, is_transfer=True) if self._is_host else started
+
+    def _finish(self, work: Any) -> None:
+        # On a device torch has ordered the stream behind it already.
+        if self._is_host:
+            self._waiting.finish(work)
+
+    def interrupt(self) -> bool:
+        """See :meth:`Transport.interrupt`: a transfer ends with the connection or at its limit."""
+        self._waiting.interrupted = True
+        return self._is_host
 
     def _direction(self, src: int, dst: int) -> dist.ProcessGroup:
         return self._group if src < dst else self._backwards

@@ -1,0 +1,148 @@
+"""Ranks of a group hand each other a value through torch.distributed's store, within a limit, whatever the store does.
+
+Gloo's own ``monitored_barrier`` holds its limit on its first rank only. A store is a process, too: where that one is
+stopped, a call to it never returns, so the talking is done by a thread that can be left behind.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.processes import Process, State, this_process
+
+LATE_LIMIT_S = 0.5  # for ranks that are only late, while another is missing
+_ANSWER_LIMIT_S = 0.5
+_LONGEST_PAUSE_S = 0.02
+_LOOKOUT_S = 0.2
+
+_OUT = (State.GONE, State.STOPPED)
+
+# By global rank, as they said when they first took part in an exchange.
+PROCESSES: dict[int, Process] = {}
+
+
+@dataclass
+class Exchange:
+    """One exchange of one group, from the view of one rank. All of ``ranks`` must run it.
+
+    Attributes:
+        group, ranks, rank: name, global ranks in group order, this rank within the group.
+        stage: what is exchanged; in keys and errors.
+        limit_s: within which all must have come, seconds.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    rank: int
+    stage: str
+    limit_s: float
+    _values: list[Any] | None = None
+    _missing: list[int] | None = None
+    _problem: str = ""
+    _keys: list[str] = field(default_factory=list)
+
+    def run(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` in group order.
+
+        Raises:
+            AgreementError: a rank did not come within the limit, or its process has ended; names it.
+        """
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        turn = _turn((self.group, self.ranks, self.stage))
+        self._keys = [f"sglang_fl/{self.group}/{list(self.ranks)}/{self.stage}/{turn}/{rank}" for rank in self.ranks]
+        talk = threading.Thread(
+            target=self._talk, args=(_get_default_store(), value), name="sglang_fl-exchange", daemon=True
+        )
+        start_s = time.monotonic()
+        talk.start()
+        talk.join(self.limit_s + LATE_LIMIT_S + _ANSWER_LIMIT_S)
+        if self._values is not None:
+            return self._values
+        raise AgreementError(self._text(time.monotonic() - start_s))
+
+    def _talk(self, store: Any, value: Any) -> None:
+        try:
+            store.set(self._keys[self.rank], pickle.dumps((this_process(), value)).hex())
+            self._missing = self._wait(store)
+            if not self._missing:
+                answers = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in self._keys]
+                PROCESSES.update(zip(self.ranks, (process for process, _ in answers), strict=True))
+                self._values = [answer for _, answer in answers]
+        except RuntimeError as error:  # the store went with the process that held it
+            self._problem = str(error).strip().partition("\n")[0] or type(error).__name__
+
+    def _wait(self, store: Any) -> list[int]:
+        """The ranks that do not come: those whose processes have ended, or else all that are missing at the limit."""
+        now_s = time.monotonic()
+        deadline_s, lookout_s, pause_s = now_s + self.limit_s, now_s + _LOOKOUT_S, 0.0005
+        while not store.check(self._keys):
+            now_s = time.monotonic()
+            if now_s > deadline_s:
+                return self._late(store, now_s + min(LATE_LIMIT_S, self.limit_s))
+            if now_s > lookout_s:
+                lookout_s = now_s + _LOOKOUT_S
+                ended = [rank for rank in self.ranks if is_gone(rank)]
+                lost = [rank for rank in self._absent(store) if rank in ended]
+                if lost:
+                    return lost
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return []
+
+    def _late(self, store: Any, until_s: float) -> list[int]:
+        while True:
+            missing = self._absent(store)
+            if not missing or time.monotonic() > until_s:
+                return missing
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def _absent(self, store: Any) -> list[int]:
+        return [rank for rank, key in zip(self.ranks, self._keys, strict=True) if not store.check([key])]
+
+    def _text(self, waited_s: float) -> str:
+        missing = self._missing
+        if not missing:  # the store does not answer, or is gone: what is known of the processes must do
+            missing = [rank for rank in self.ranks if state_of(rank) in _OUT]
+        who = f"global rank(s) {missing} did not reach" if missing else "a rank was lost while all reached"
+        states = {rank: state for rank in missing if (state := state_of(rank)) in _OUT and state is not None}
+        known = "; ".join(
+            f"global rank {rank} was {PROCESSES[rank]}, which {state.value}" for rank, state in states.items()
+        )
+        limit = f"within {round(self.limit_s, 1):g} s" if waited_s >= self.limit_s else f"in {waited_s:.1f} s"
+        store = f" ({self._problem or 'the store of torch.distributed does not answer'})" if not self._missing else ""
+        return (
+            f"group {self.group}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{self.stage}' "
+            f"{limit}{f' ({known})' if known else ''}. Look at the log of the missing rank: has "
+            f"its process ended, is the plugin installed and loaded there?{store}"
+        )
+
+
+def state_of(rank: int) -> State | None:
+    """What has become of the process of a global rank; None if none of its is known."""
+    process = PROCESSES.get(rank)
+    return None if process is None else process.state()
+
+
+def is_gone(rank: int) -> bool:
+    """Whether the process of a global rank is known to have ended."""
+    return state_of(rank) is State.GONE
+
+
+# How often this process has been at a stage of a group, since torch.distributed was initialised: equal on its ranks.
+_turns: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
+
+
+def _turn(stage: tuple[str, tuple[int, ...], str]) -> int:
+    import torch.distributed as dist
+
+    turns = _turns.setdefault(dist.group.WORLD, Counter())
+    turns[stage] += 1
+    return turns[stage]

@@ -1,0 +1,110 @@
+"""Who is missing from a call: from the processes of this machine, and from what the ranks last said of themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from sglang_fl.comm.exchange import PROCESSES
+from sglang_fl.comm.monitor.board import Board
+from sglang_fl.comm.monitor.verdict import Absence, Missing
+from sglang_fl.comm.processes import State
+
+SILENCE_S = 30.0
+_READ_LIMIT_S = 0.5
+_POLL_S = 0.02
+# How long a call goes on after its peer: it may have done its part before it went.
+_PATIENCE_S = {Absence.KILLED: 1.0, Absence.ENDED: 3.0, Absence.GONE: 1.0, Absence.SILENT: 0.0}
+# Where the call has failed already, only for the last word of the peer.
+_IMPATIENCE_S = {Absence.KILLED: 0.0, Absence.ENDED: 0.0, Absence.GONE: 0.5, Absence.SILENT: 0.0}
+
+
+class Peers:
+    """The other ranks as this one sees them."""
+
+    def __init__(self, rank: int, board: Board | None) -> None:
+        """``board``: None where the store offers no second client."""
+        self.rank = rank
+        self._board = board
+        self._gone_s: dict[int, float] = {}
+        self._asked_s: dict[int, float] = {}
+
+    def lost(self, ranks: Iterable[int], now_s: float, has_failed: bool = False) -> tuple[Missing, ...]:
+        """Those of ``ranks`` that are gone for so long that what they took part in would be done by now.
+
+        ``has_failed``: it will not be done.
+        """
+        found, patience_s = [], _IMPATIENCE_S if has_failed else _PATIENCE_S
+        for rank in ranks:
+            missing = None if rank == self.rank else self._lost(rank, now_s)
+            if missing is None:
+                self._gone_s.pop(rank, None)
+                continue
+            since_s = self._gone_s.setdefault(rank, now_s)
+            if now_s - since_s >= patience_s[missing.absence]:
+                found.append(missing)
+        return tuple(found)
+
+    def missing(self, ranks: Iterable[int], key: str, number: int) -> tuple[Missing, ...]:
+        """Who of ``ranks`` is not in call ``number`` of the recorder ``key``; only the gravest kind of absence.
+
+        Waits up to half a second for the ranks' latest word.
+        """
+        others = [rank for rank in ranks if rank != self.rank]
+        self._read(others, key)
+        now_s = time.monotonic()
+        lost = tuple(missing for rank in others if (missing := self._lost(rank, now_s)) is not None)
+        stopped = tuple(missing for rank in others if (missing := self._stopped(rank)) is not None)
+        elsewhere = (self._elsewhere(rank, key, number) for rank in others)
+        return lost or stopped or tuple(missing for missing in elsewhere if missing is not None)
+
+    def _lost(self, rank: int, now_s: float) -> Missing | None:
+        process, beat = PROCESSES.get(rank), None if self._board is None else self._board.beats.get(rank)
+        state = None if process is None else process.state()
+        if state is State.GONE:
+            return Missing(rank, self._how_it_went(rank), str(process))
+        if beat is not None and beat.left:
+            return Missing(rank, Absence.ENDED, str(process or ""))
+        if state is State.ELSEWHERE and self._is_silent(rank, now_s):
+            return Missing(rank, Absence.SILENT, str(process))
+        return None
+
+    def _how_it_went(self, rank: int) -> Absence:
+        board = self._board
+        if board is None or not board.is_up:
+            return Absence.GONE
+        beat = board.beats.get(rank)
+        if beat is not None and beat.left:
+            return Absence.ENDED
+        return Absence.KILLED if board.read_s > self._gone_s.get(rank, time.monotonic()) else Absence.GONE
+
+    def _is_silent(self, rank: int, now_s: float) -> bool:
+        board = self._board
+        if board is None:
+            return False
+        asked_s = self._asked_s.setdefault(rank, now_s)
+        return now_s - max(asked_s, board.heard_s.get(rank, asked_s)) >= SILENCE_S
+
+    def _stopped(self, rank: int) -> Missing | None:
+        process = PROCESSES.get(rank)
+        if process is None or process.state() is not State.STOPPED:
+            return None
+        return Missing(rank, Absence.STOPPED, str(process))
+
+    def _elsewhere(self, rank: int, key: str, number: int) -> Missing | None:
+        beat = None if self._board is None else self._board.beats.get(rank)
+        if beat is None or beat.entered.get(key, number) >= number:
+            return None
+        last = f"its last call of this group is number {beat.entered[key]}"
+        if beat.under_way:
+            last += f", and it waits in {beat.under_way}"
+        return Missing(rank, Absence.ELSEWHERE, str(PROCESSES.get(rank, "")), last)
+
+    def _read(self, ranks: list[int], key: str) -> None:
+        board = self._board
+        if board is None:
+            return
+        asked_s = time.monotonic()
+        board.ask(ranks, [key])
+        while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + _READ_LIMIT_S:
+            time.sleep(_POLL_S)

@@ -1,0 +1,147 @@
+"""Where the ranks' monitors leave word for each other: a store client of their own, used by a thread of its own.
+
+A call to a store whose process is stopped never returns, and the monitor must go on without it: everything that it
+asks for is what this thread has read last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_fl.comm.monitor.verdict import Verdict, as_told, to_tell
+
+logger = logging.getLogger("sglang_fl.comm")
+BEAT_S = 1.0
+UNCHANGED_BEAT_S = 5.0
+_PREFIX = "sglang_fl/monitor"
+
+
+@dataclass
+class Beat:
+    """What a rank says of itself.
+
+    Attributes:
+        count: of its beats so far; a rank whose count stands still is silent.
+        entered: recorder's key to the number of the last call that it has entered.
+        under_way: what it waits in now: recorder and call in words; empty if nothing.
+        left: it ends in good order, or with an exception; nothing comes after this.
+    """
+
+    count: int = 0
+    entered: dict[str, int] = field(default_factory=dict)
+    under_way: str = ""
+    left: bool = False
+
+
+class Board:
+    """This rank's word to the others and theirs to it. Its thread starts with the first :meth:`start`."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        """``store``: a client that nothing else uses."""
+        self.rank = rank
+        self.beats: dict[int, Beat] = {}
+        self.heard_s: dict[int, float] = {}  # when a peer's count was last seen to change
+        self.read_s = 0.0  # when the beats were last read
+        self.verdicts: dict[str, Verdict] = {}
+        self._store = store
+        self._wanted = threading.Condition()
+        self._own = Beat()
+        self._is_fresh = False
+        self._peers: tuple[int, ...] = ()
+        self._keys: tuple[str, ...] = ()
+        self._to_tell: list[tuple[str, str]] = []
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglang_fl-board", daemon=True)
+
+    def start(self) -> None:
+        """Start to talk."""
+        self._thread.start()
+
+    @property
+    def is_up(self) -> bool:
+        """False once the store is gone with the process that held it."""
+        return self._thread.is_alive()
+
+    def say(self, entered: dict[str, int], under_way: str) -> None:
+        """What the next beat says."""
+        with self._wanted:
+            self._own.entered, self._own.under_way, self._is_fresh = entered, under_way, True
+
+    def ask(self, peers: Iterable[int], keys: Iterable[str]) -> None:
+        """Read the peers' beats and what is told of the recorders of ``keys``; both come into this object later."""
+        with self._wanted:
+            self._peers = tuple(sorted({*self._peers, *peers}))
+            self._keys = tuple(sorted({*self._keys, *keys}))
+            self._wanted.notify()
+
+    def tell(self, key: str, verdict: Verdict) -> None:
+        """Tell the peers that the recorder of ``key`` cannot go on."""
+        with self._wanted:
+            self._to_tell.append((key, to_tell(verdict)))
+            self._wanted.notify()
+
+    def leave(self, limit_s: float) -> None:
+        """Say that this process ends; at most ``limit_s`` seconds, and no matter whether anybody hears it."""
+        with self._wanted:
+            self._own.left, self._is_fresh = True, True
+            self._wanted.notify()
+        self._done.wait(limit_s if self.is_up else 0.0)
+
+    def _run(self) -> None:
+        said_s = 0.0
+        try:
+            while not self._own.left or self._is_fresh or self._to_tell:
+                with self._wanted:
+                    if not (self._to_tell or self._peers or self._own.left):
+                        self._wanted.wait(BEAT_S)
+                    told, self._to_tell = self._to_tell, []
+                    peers, self._peers = self._peers, ()
+                    keys, self._keys = self._keys, ()
+                for key, text in told:
+                    self._store.set(f"{_PREFIX}/verdict/{key}", text)
+                said_s = self._beat(said_s)
+                self._read(peers, keys)
+        except (RuntimeError, ValueError, TypeError) as error:  # gone, or what is in it is no word of a monitor
+            logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
+        finally:
+            self._done.set()
+
+    def _beat(self, said_s: float) -> float:
+        now_s = time.monotonic()
+        pause_s = BEAT_S if self._is_fresh else UNCHANGED_BEAT_S
+        if now_s - said_s < pause_s and not self._own.left:
+            return said_s
+        with self._wanted:
+            self._own.count += 1
+            self._is_fresh = False
+            text = json.dumps(asdict(self._own))
+        self._store.set(f"{_PREFIX}/beat/{self.rank}", text)
+        return now_s
+
+    def _read(self, peers: Iterable[int], keys: Iterable[str]) -> None:
+        for key in keys:
+            name = f"{_PREFIX}/verdict/{key}"
+            if key not in self.verdicts and self._store.check([name]):
+                self._learn(key, self._store.get(name).decode())
+        for rank in peers:
+            name = f"{_PREFIX}/beat/{rank}"
+            if not self._store.check([name]):
+                continue
+            beat = Beat(**json.loads(self._store.get(name).decode()))
+            known = self.beats.get(rank)
+            if known is None or known.count != beat.count:
+                self.beats[rank], self.heard_s[rank] = beat, time.monotonic()
+        if peers:
+            self.read_s = time.monotonic()
+
+    def _learn(self, key: str, text: str) -> None:
+        try:
+            self.verdicts[key] = as_told(text)
+        except (ValueError, TypeError, KeyError) as error:
+            logger.error("[sglang_fl] what a peer tells of %s cannot be read: %s", key, error)

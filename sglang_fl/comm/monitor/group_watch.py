@@ -1,0 +1,79 @@
+"""What the monitor watches of one group: the recorders of its transports, while they are made and afterwards."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from sglang_fl.comm.monitor.monitor import MONITOR
+from sglang_fl.comm.recorder import Recorder
+from sglang_fl.comm.types import GroupContext
+
+
+@dataclass(eq=False)
+class GroupWatch:
+    """One group of this process. Held by its communicator alone: when that goes, nothing of it is watched any more.
+
+    Attributes:
+        name: of the group.
+        limit_s: for an operation, seconds.
+        creation_limit_s: for a call while the group is being created, seconds.
+    """
+
+    name: str
+    limit_s: float
+    creation_limit_s: float
+    _made: list[Recorder] = field(default_factory=list)
+    _recorders: weakref.ref[Callable[[], tuple[Recorder, ...]]] | None = None
+
+    def __call__(self, recorder: Recorder) -> None:
+        """Watch ``recorder`` from now on, while the group is still being created."""
+        self._made.append(recorder)
+
+    def created(self, recorders: Callable[[], tuple[Recorder, ...]]) -> None:
+        """The group is made: watch what ``recorders``, a method of what the group holds, returns from now on."""
+        self._recorders = weakref.WeakMethod(recorders)
+        self._made = []
+
+    def ended(self) -> None:
+        """The group is given up."""
+        self._recorders, self._made = None, []
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Those of the group now; more may come with the first transfer between two ranks."""
+        if self._recorders is None:
+            return tuple(self._made)
+        method = self._recorders()
+        return () if method is None else tuple(method())
+
+    def operation_limit_s(self) -> float:
+        """What holds for a call now."""
+        return self.limit_s if self._recorders is not None else min(self.limit_s, self.creation_limit_s)
+
+
+def begin(context: GroupContext) -> GroupContext:
+    """The same group at the beginning of its creation, watched from now on; one that has begun stays as it is."""
+    if context.creation_ends_s is not None:
+        return context
+    return replace(context.begun(), watch=watch_group(context))
+
+
+def watch_group(context: GroupContext) -> GroupWatch:
+    """``context``'s group under watch, as long as the returned object lives; with one rank there is nothing to see."""
+    watch = GroupWatch(context.name, context.operation_timeout_s, context.timeout_s)
+    if context.records and context.world_size > 1:
+        MONITOR.watch(watch)
+    return watch
+
+
+@contextmanager
+def creation(context: GroupContext) -> Iterator[GroupContext]:
+    """Around a creation, or a part of one that has begun."""
+    begun = begin(context)
+    try:
+        yield begun
+    finally:
+        if begun is not context and isinstance(begun.watch, GroupWatch):
+            begun.watch.ended()

@@ -1,0 +1,259 @@
+"""The monitor: finds calls that cannot complete, and sees to it that nobody goes on waiting for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+from sglang_fl.comm.dumps import DumpError, dump_calls
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.monitor.absent import Peers
+from sglang_fl.comm.monitor.board import Board
+from sglang_fl.comm.monitor.ending import end_process
+from sglang_fl.comm.monitor.verdict import Missing, Stuck, Verdict
+from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
+from sglang_fl.comm.recorder import RecordedCall, Recorder
+
+logger = logging.getLogger("sglang_fl.comm")
+SLOW_S = 0.3  # a call that takes longer is looked into
+ABORT_LIMIT_S = 2.0
+DUMP_LIMIT_S = 2.0
+EXPLAIN_LIMIT_S = 2.0
+LEAVE_LIMIT_S = 0.5
+_AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the earlier
+
+
+class Group(Protocol):
+    """What is watched of a group."""
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Those that it has now."""
+
+    def operation_limit_s(self) -> float:
+        """Seconds that a call may take now."""
+
+
+class Monitor:
+    """What this process watches. Its threads start with the first group of more than one rank.
+
+    The calls of the groups cost nothing more for it: it looks at their recorders four times a second.
+    """
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.dump_folder: Path | None = None
+        self._groups: WeakSet[Group] = WeakSet()
+        self._watched: dict[Recorder, Watched] = {}
+        self._names: Counter[str] = Counter()
+        self._keys: WeakKeyDictionary[Recorder, str] = WeakKeyDictionary()
+        self._changing = threading.RLock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._world: Any = None
+        self._rank = 0
+        self._board: Board | None = None
+        self._peers = Peers(0, None)
+
+    def watch(self, group: Group) -> None:
+        """Watch ``group`` as long as it lives. torch.distributed must be initialised."""
+        with self._changing:
+            self._meet()
+            self._groups.add(group)
+            if self._thread is None:
+                Finalize(None, self._leave, exitpriority=_AFTER_THE_SENDS)
+                self._thread = threading.Thread(target=self._run, name="sglang_fl-monitor", daemon=True)
+                self._thread.start()
+
+    def look(self) -> None:
+        """Take notice of recorders that groups have made since the last tick."""
+        self._refresh()
+
+    def watched(self) -> list[Watched]:
+        """What is watched now."""
+        with self._changing:
+            return list(self._watched.values())
+
+    def _meet(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        if self._world is dist.group.WORLD:
+            return
+        self._world, self._rank = dist.group.WORLD, dist.get_rank()
+        store: Any = _get_default_store()
+        try:
+            self._board = Board(store.clone(), self._rank)
+        except RuntimeError as error:
+            self._board = None
+            logger.warning("[sglang_fl] monitor: this store has no second client, no peer is told: %s", error)
+        else:
+            self._board.start()
+        self._peers = Peers(self._rank, self._board)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            self.tick()
+
+    def tick(self) -> None:
+        """Look at everything once."""
+        self._refresh()
+        now_s = time.monotonic()
+        watched = [entry for entry in self.watched() if entry.verdict is None]
+        pending = [(entry, found) for entry in watched if (found := entry.pending(now_s)) is not None]
+        slow = [(entry, found) for entry, found in pending if found.waited_s >= SLOW_S]
+        board = self._board
+        if board is not None:
+            waits = slow[0][0] if slow else None
+            board.say(
+                {entry.key: entry.recorder.entered() for entry in watched},
+                "" if waits is None else f"{waits.recorder.name} number {slow[0][1].last}",
+            )
+            if slow:
+                ranks = {rank for entry, _ in slow for rank in entry.recorder.ranks if rank != self._rank}
+                board.ask(ranks, [entry.key for entry, _ in slow])
+        for entry, found in slow:
+            verdict = self._verdict(entry, found, now_s)
+            if verdict is not None:
+                self._conclude(entry, verdict)
+
+    def _refresh(self) -> None:
+        with self._changing:
+            limits: dict[Recorder, float] = {}
+            for group in list(self._groups):
+                for recorder in group.recorders():
+                    limit_s = group.operation_limit_s()
+                    limits[recorder] = min(limits.get(recorder, limit_s), limit_s)
+            for recorder in [recorder for recorder in self._watched if recorder not in limits]:
+                del self._watched[recorder]
+            for recorder, limit_s in limits.items():
+                if recorder not in self._watched:
+                    self._watched[recorder] = self._new(recorder, limit_s)
+                self._watched[recorder].limit_s = limit_s
+
+    def _new(self, recorder: Recorder, limit_s: float) -> Watched:
+        key = self._keys.get(recorder)
+        if key is None:
+            # Groups are made in the same order on all their ranks, so that the number is the same there.
+            self._names[recorder.name] += 1
+            key = self._keys[recorder] = f"{recorder.name}#{self._names[recorder.name]}"
+        watched = Watched(recorder, key, limit_s)
+        recorder.explainer = partial(self._explain, watched)
+        return watched
+
+    def _verdict(self, watched: Watched, pending: Pending, now_s: float, has_failed: bool = False) -> Verdict | None:
+        ranks = watched.recorder.ranks
+        told = None if self._board is None else self._board.verdicts.get(watched.key)
+        if told is not None and told.rank != self._rank:
+            return self._found(watched, pending.last, pending.waited_s, told.missing, told.rank)
+        lost = self._peers.lost(ranks, now_s, has_failed)
+        if lost:
+            return self._found(watched, pending.last, pending.waited_s, lost)
+        if pending.waited_s < watched.limit_s:
+            return None
+        number = self._hanging(watched, pending)
+        return self._found(watched, number, pending.waited_s, self._peers.missing(ranks, watched.key, number))
+
+    def _hanging(self, watched: Watched, pending: Pending) -> int:
+        """Which of the pending calls hangs: the first that a peer has not entered, or else the last."""
+        if pending.first == pending.last or self._board is None:
+            return pending.last
+        beats = [self._board.beats.get(rank) for rank in watched.recorder.ranks if rank != self._rank]
+        entered = [beat.entered.get(watched.key, pending.last) for beat in beats if beat is not None]
+        return max(pending.first, min([pending.last, *(number + 1 for number in entered)]))
+
+    def _found(
+        self, watched: Watched, number: int, waited_s: float, missing: tuple[Missing, ...], told_by: int | None = None
+    ) -> Verdict:
+        call = watched.call(number)
+        what, place = (call.what(), call.place) if call is not None else ("no longer recorded", "")
+        stuck = Stuck(
+            watched.recorder.name, watched.recorder.ranks, f"number {number}, {what}", place, watched.limit_s, waited_s
+        )
+        return Verdict(self._rank, stuck, missing, told_by)
+
+    def _conclude(self, watched: Watched, verdict: Verdict) -> None:
+        """Dump, tell the peers, and end the waiting: on host memory in the calling thread, on a device the process."""
+        with watched.lock:
+            if watched.verdict is not None:
+                return
+            watched.dump = self._dump(verdict)
+            watched.verdict = verdict
+        if self._board is not None:
+            self._board.tell(watched.key, verdict)
+        text = verdict.text(dump=watched.dump)
+        if not watched.is_host:
+            end_process(text)
+        logger.error("[sglang_fl] %s", text)
+        watched.recorder.refuse(text)
+        watched.recorder.abort(ABORT_LIMIT_S)
+
+    def _dump(self, verdict: Verdict) -> Path | None:
+        written: list[Path] = []
+        done = {entry.recorder.name: entry.done for entry in self.watched() if not entry.is_host}
+
+        def write() -> None:
+            try:
+                written.append(dump_calls(verdict.text(), self.dump_folder, rank=self._rank, done=done))
+            except DumpError as error:
+                logger.error("[sglang_fl] %s", error)
+
+        # A folder on a network's disk may not answer.
+        thread = threading.Thread(target=write, name="sglang_fl-dump", daemon=True)
+        thread.start()
+        thread.join(DUMP_LIMIT_S)
+        return written[0] if written else None
+
+    def _explain(self, watched: Watched, error: CommError, shape: tuple[int, ...]) -> CommError:
+        """What a call that failed raises; in its thread. Looks for the reason for up to two seconds."""
+        recorder = watched.recorder
+        call = _failed_call(recorder)
+        until_s = time.monotonic() + EXPLAIN_LIMIT_S
+        while True:
+            with watched.lock:
+                verdict = watched.verdict
+            if verdict is not None:
+                return verdict.kind(verdict.text(shape, watched.dump))
+            if call is not None and (cause := self._cause(watched, call)) is not None:
+                self._conclude(watched, cause)
+            elif time.monotonic() > until_s:
+                return error
+            else:
+                time.sleep(TICK_S / 5)
+
+    def _cause(self, watched: Watched, call: RecordedCall) -> Verdict | None:
+        waited_s = time.time() - call.time_in_s
+        pending = Pending(call.number, call.number, waited_s)
+        if self._board is not None:
+            self._board.ask((rank for rank in watched.recorder.ranks if rank != self._rank), [watched.key])
+        return self._verdict(watched, pending, time.monotonic(), has_failed=True)
+
+    def _leave(self) -> None:
+        """Say that this process ends, and end; the process does not wait for anything that does not answer."""
+        self._stop.set()
+        if self._board is not None:
+            self._board.leave(LEAVE_LIMIT_S)
+
+    def after_fork(self) -> None:
+        """A fork has none of the threads, and watches nothing yet."""
+        self._reset()
+
+
+def _failed_call(recorder: Recorder) -> RecordedCall | None:
+    failed = [call for call in recorder.calls() if call.error]
+    return failed[-1] if failed else recorder.under_way() or recorder.last()
+
+
+MONITOR = Monitor()
+_forked: Callable[[], None] = MONITOR.after_fork
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,139 @@
+"""What the monitor found of a call that cannot complete, in words, for the error, the log, the dump and the peers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from sglang_fl.comm.errors import CollectiveTimeout, CommError, PeerLost
+
+
+class Absence(str, Enum):
+    """Why a rank is not in a call."""
+
+    KILLED = "was killed or crashed"
+    ENDED = "ended by itself; its log may hold an error"
+    GONE = "has ended"
+    SILENT = "has given no sign for a long time: it, its machine or the network is gone"
+    STOPPED = "is stopped (SIGSTOP, a debugger)"
+    ELSEWHERE = "is alive and has not entered the call"
+
+
+_LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.GONE, Absence.SILENT})
+
+
+@dataclass(frozen=True)
+class Missing:
+    """One rank that is missing from a call: its global rank, why, and what is known of it besides."""
+
+    rank: int
+    absence: Absence
+    process: str = ""
+    last: str = ""
+
+    def __str__(self) -> str:
+        process = f" ({self.process})" if self.process else ""
+        return f"global rank {self.rank}{process} {self.absence.value}{f': {self.last}' if self.last else ''}"
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A call that does not complete.
+
+    Attributes:
+        recorder: name of the recorder: group and backend, for a transfer also its direction.
+        ranks: global ranks that take part.
+        call: number and what it is: ``number 17, all_reduce float32[1024]``.
+        place: the code that called; empty where unknown.
+        limit_s: of the group's operations, seconds.
+        waited_s: how long it has been waited for, seconds.
+    """
+
+    recorder: str
+    ranks: tuple[int, ...]
+    call: str
+    place: str
+    limit_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a call cannot complete.
+
+    Attributes:
+        rank: the global rank that found it.
+        stuck: the call.
+        missing: who is not in it; empty where all are in it and it does not move all the same.
+        told_by: the global rank that told this one of it; None where this rank found it itself.
+        pid: the process that found it.
+    """
+
+    rank: int
+    stuck: Stuck
+    missing: tuple[Missing, ...] = ()
+    told_by: int | None = None
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def kind(self) -> type[CommError]:
+        """PeerLost where a process is gone, else CollectiveTimeout."""
+        is_lost = any(missing.absence in _LOST for missing in self.missing)
+        return PeerLost if is_lost else CollectiveTimeout
+
+    def text(self, shape: Sequence[int] = (), dump: Path | None = None) -> str:
+        """The error's words; ``shape`` is the caller's own tensor's."""
+        stuck = self.stuck
+        shaped = f" of shape {list(shape)}" if shape else ""
+        place = f" called at {stuck.place}" if stuck.place else ""
+        found = "" if self.told_by is None else f" (found by global rank {self.told_by})"
+        dumped = f" The calls of this process are in {dump}." if dump else ""
+        return (
+            f"group {stuck.recorder}, global rank {self.rank} of {list(stuck.ranks)}: call {stuck.call}{shaped}{place} "
+            f"{self._outcome()}: {self._who()}{found}.{dumped} {self._advice()}"
+        )
+
+    def _outcome(self) -> str:
+        stuck = self.stuck
+        if self.kind is PeerLost:
+            return "cannot complete"
+        if self.told_by is not None and stuck.waited_s < stuck.limit_s:
+            return "cannot complete"
+        return f"did not complete within {stuck.limit_s:g} s"
+
+    def _who(self) -> str:
+        if self.missing:
+            return "; ".join(str(missing) for missing in self.missing)
+        return "all ranks have entered it, and it does not move: the library, a device or the network does not work"
+
+    def _advice(self) -> str:
+        if any(missing.absence is Absence.ELSEWHERE for missing in self.missing):
+            return (
+                "The ranks do not make the same calls: compare the dumps of all ranks with "
+                "python -m sglang_fl comm-diff. If the call may take that long, raise SGLANG_FL_COMM_TIMEOUT_S."
+            )
+        ranks = sorted({missing.rank for missing in self.missing})
+        if ranks:
+            return f"Look at the log of global rank(s) {ranks} first; this group cannot be used any more."
+        return "This group cannot be used any more."
+
+
+def to_tell(verdict: Verdict) -> str:
+    """The verdict as the peers read it."""
+    return json.dumps(asdict(verdict))
+
+
+def as_told(text: str) -> Verdict:
+    """What :func:`to_tell` wrote.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is something else, such as another version's.
+    """
+    row = json.loads(text)
+    stuck = Stuck(**{**row["stuck"], "ranks": tuple(row["stuck"]["ranks"])})
+    missing = tuple(Missing(**{**entry, "absence": Absence(entry["absence"])}) for entry in row["missing"])
+    return Verdict(row["rank"], stuck, missing, row["told_by"], row["pid"])

@@ -1,0 +1,113 @@
+"""One recorder under watch: what of its calls is not done, and since when."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_fl.comm.captures import CAPTURES
+from sglang_fl.comm.monitor.verdict import Verdict
+from sglang_fl.comm.recorder import Mark, RecordedCall, Recorder
+
+logger = logging.getLogger("sglang_fl.comm")
+TICK_S = 0.25
+_MARK_PAUSE_S = 1.0
+_SIGHTINGS = 4096
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Calls ``first`` to ``last`` of a recorder are not all done; ``waited_s``: since the last of them was entered."""
+
+    first: int
+    last: int
+    waited_s: float
+
+
+class Watched:
+    """What the monitor knows of one recorder.
+
+    Attributes:
+        recorder: the one.
+        key: names it alike on all its ranks.
+        limit_s: for an operation, seconds.
+        lock: held while a verdict is found, so that there is one.
+        verdict, dump: once a call of it cannot complete.
+        done: on a device, the number of the last call that was seen done.
+    """
+
+    def __init__(self, recorder: Recorder, key: str, limit_s: float) -> None:
+        self.recorder = recorder
+        self.key = key
+        self.limit_s = limit_s
+        self.lock = threading.Lock()
+        self.verdict: Verdict | None = None
+        self.dump: Path | None = None
+        self.done = 0
+        self.is_host = recorder.device.type == "cpu"
+        self._first_seen = (0, 0.0)
+        self._sightings: deque[tuple[int, float]] = deque(maxlen=_SIGHTINGS)
+        self._marks: deque[Mark] = deque()
+        self._marked = 0
+        self._asked_s = 0.0
+        self._is_broken = False
+
+    def pending(self, now_s: float) -> Pending | None:
+        """What is not done; ``now_s`` as of ``time.monotonic()``. Called once a tick."""
+        return self._on_host(now_s) if self.is_host else self._on_device(now_s)
+
+    def call(self, number: int) -> RecordedCall | None:
+        """The call of that number, as long as it is kept."""
+        return next((call for call in self.recorder.calls() if call.number == number), None)
+
+    def _on_host(self, now_s: float) -> Pending | None:
+        call = self.recorder.under_way()
+        if call is None:
+            return None
+        if self._first_seen[0] != call.number:
+            self._first_seen = (call.number, now_s)
+        # The clock of the day may jump; what was first seen at this tick was not under way at the last one.
+        waited_s = min(time.time() - call.time_in_s, now_s - self._first_seen[1] + 2 * TICK_S)
+        return Pending(call.number, call.number, waited_s)
+
+    def _on_device(self, now_s: float) -> Pending | None:
+        entered = self.recorder.entered()
+        if not self._sightings or self._sightings[-1][0] != entered:
+            self._sightings.append((entered, now_s))
+        self._take(self.recorder.take_mark())
+        with CAPTURES.device_call() as allowed:
+            if allowed and not self._is_broken:
+                self._look_at_device(now_s, entered)
+        while len(self._sightings) > 1 and self._sightings[0][0] <= self.done:
+            self._sightings.popleft()
+        if not self._marks or self._is_broken:
+            return None
+        last = self._marks[0].number
+        since_s = next((seen_s for number, seen_s in self._sightings if number >= last), now_s)
+        return Pending(self.done + 1, last, now_s - min(since_s, self._marks[0].time_s))
+
+    def _take(self, mark: Mark | None) -> None:
+        if mark is None:
+            return
+        if mark.number > self._marked:
+            self._marks.append(mark)
+            self._marked = mark.number
+
+    def _look_at_device(self, now_s: float, entered: int) -> None:
+        try:
+            while self._marks and self._marks[0].event.query():
+                self.done = self._marks.popleft().number
+            if entered <= self._marked:
+                return
+            if now_s - self._sightings[-1][1] >= _MARK_PAUSE_S:
+                self._take(self.recorder.mark_now())  # nothing is called any more: nobody else would mark it
+            elif now_s - self._asked_s >= _MARK_PAUSE_S:
+                self._asked_s = now_s
+                self.recorder.ask_for_mark()
+        except RuntimeError as error:  # the device itself has failed: every call of the process says so
+            self._is_broken = True
+            logger.error("[sglang_fl] %s: its device can no longer be watched: %s", self.recorder.name, error)
