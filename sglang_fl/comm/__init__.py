@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_fl.comm.communicator import CommunicatorFL
+    from sglang_fl.comm.communicator import CommunicatorFL, dump_calls
 
-__all__ = ["CommunicatorFL"]
+__all__ = ["CommunicatorFL", "dump_calls"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "CommunicatorFL":
-        from sglang_fl.comm.communicator import CommunicatorFL
+    if name in __all__:
+        from sglang_fl.comm import communicator
 
-        return CommunicatorFL
+        return getattr(communicator, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

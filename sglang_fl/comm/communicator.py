@@ -14,9 +14,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed import ProcessGroup
 
+from sglang_fl.comm import dumps
 from sglang_fl.comm.agreement import Agreed, agree
 from sglang_fl.comm.backends.torch_dist import Waiting
 from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.dump_signal import watch_signal
 from sglang_fl.comm.dumps import include, write_dump
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
@@ -121,6 +123,8 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         self._watch = context.watch if isinstance(context.watch, GroupWatch) else watch_group(context)
         self._watch.created(self.recorders)
         include(self)
+        if context.records and self.world_size > 1:
+            _dump_on_signal()
 
     def __repr__(self) -> str:
         return f"CommunicatorFL({self.name}, ranks={list(self.ranks)}, backend={self.backend})"
@@ -231,6 +235,23 @@ def _close(name: str, transport: Transport) -> None:
         transport.close()
     except CommError as error:
         logger.warning("group %s: destroyed, but not in good order: %s", name, error)
+
+
+def dump_calls(reason: str = "on request") -> Path:
+    """Write the recorded calls of all groups of this process as JSON into ``comm.dump_dir``; local. Returns the file.
+
+    Raises:
+        DumpError: the folder cannot be used.
+    """
+    path = dumps.dump_calls(reason, MONITOR.dump_folder)
+    logger.info("[sglang_fl] the recorded calls are in %s: %s", path, reason)
+    return path
+
+
+def _dump_on_signal() -> None:
+    reason = watch_signal(lambda: dump_calls("SIGUSR1"))
+    if reason:
+        logger.warning("[sglang_fl] %s", reason)
 
 
 _groups: WeakValueDictionary[str, CommunicatorFL] = WeakValueDictionary()

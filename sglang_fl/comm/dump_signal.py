@@ -79,22 +79,30 @@ class DumpSignal:
 
 
 _signal: DumpSignal | None = None
+_has_told = False
 
 
 def watch_signal(dump: Callable[[], object]) -> str:
     """Let SIGUSR1 call ``dump`` in a thread of its own, from now on; idempotent, for the first ``dump``.
 
     Returns:
-        Why it does not, for a report; empty if it does.
+        Why it does not, once, for a report; empty if it does.
     """
-    global _signal
+    global _signal, _has_told
     if _signal is not None:
         return ""
+    reason = _hindrance()
+    if not reason:
+        _signal = DumpSignal(dump)
+    has_told, _has_told = _has_told, bool(reason)
+    return "" if has_told else reason
+
+
+def _hindrance() -> str:
     if threading.current_thread() is not threading.main_thread():
         return "SIGUSR1 writes no dump: only the main thread can set handlers, and another made this group"
     if signal.getsignal(NUMBER) in (signal.SIG_DFL, None) and _is_caught():
         return "SIGUSR1 writes no dump: a library has a handler of its own for it (faulthandler.register?)"
-    _signal = DumpSignal(dump)
     return ""
 
 
