@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_fl.comm.dump_files import Chosen, Dump
     from sglang_fl.comm.recorder import RecordedCall
 
+LONGEST_ERROR = 160  # --json has it whole
 EQUAL, DIFFER, UNREADABLE = 0, 1, 2
 
 
@@ -87,7 +89,7 @@ def _difference_lines(difference: Difference) -> Iterator[str]:
 def _call_words(call: RecordedCall) -> str:
     place = f" at {call.place}" if call.place else ""
     if call.error:
-        end = f"failed after {_elapsed(call)}: {call.error}"
+        end = f"failed after {_elapsed(call)}: {shorten(call.error, LONGEST_ERROR, placeholder=' ...')}"
     else:
         end = "had not returned" if call.time_out_s is None else f"returned after {_elapsed(call)}"
     captured = ", captured into a graph" if call.captured else ""

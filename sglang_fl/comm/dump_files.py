@@ -44,6 +44,14 @@ class Record:
         """Number of the oldest call that was kept, or that will be the next."""
         return min(self.calls, default=self.entered + 1)
 
+    @property
+    def stuck(self) -> int | None:
+        """Number of the call that had not returned, or of the last one if it failed."""
+        last = self.calls.get(self.entered)
+        if self.under_way is None and last is not None and last.error:
+            return last.number
+        return self.under_way
+
 
 @dataclass(frozen=True)
 class Dump:

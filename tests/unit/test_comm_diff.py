@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,10 +178,14 @@ def test_who_is_missing_is_named_with_where_it_was(tmp_path: Path, world_size: i
     assert first is pp, "the earlier call comes first"
 
 
-def test_a_rank_without_a_dump_is_named(tmp_path: Path) -> None:
-    """Given three ranks inside a call and no dump of rank 2, which was killed, then it is named."""
+@pytest.mark.parametrize("has_failed", [False, True], ids=["under way", "failed"])
+def test_a_rank_without_a_dump_is_named(tmp_path: Path, has_failed: bool) -> None:
+    """Given three ranks inside a call, or whose call has failed, and no dump of rank 2, then it is named."""
+    calls = recorded(FORWARD)
+    if has_failed:
+        calls[-1] = replace(calls[-1], time_out_s=calls[-1].time_in_s + 1, error="CommError: interrupted")
     for rank in (0, 1, 3):
-        dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", range(4), recorded(FORWARD)))
+        dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", range(4), calls))
     comparison = compare(choose_dumps([tmp_path]).dumps)
     difference = single(comparison)
     assert (difference.kind, difference.number, difference.who) == (Kind.NO_RECORD, 4, (2,))
