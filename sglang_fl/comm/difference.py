@@ -207,7 +207,7 @@ def _whereabouts(views: _Views, rank: int) -> str:
 
 
 def _absent(views: _Views) -> Difference | None:
-    """A rank whose dump does not know the group, or which left none, while others are inside a call, or failed in it."""
+    """A rank whose dump does not know the group, or which left none, while others are, or failed, in a call."""
     waiting = {rank: stuck for rank, record in views.records.items() if (stuck := record.stuck) is not None}
     lacking = [rank for rank in views.ranks if rank not in views.records]
     if not waiting or not lacking:
