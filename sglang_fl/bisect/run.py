@@ -36,8 +36,8 @@ from sglang_fl.testing.server import ServerError
 class Options:
     """What the user chooses.
 
-    arguments: of ``sglang.launch_server``. folder: for logs and scripts. ready_limit_s: how long a server may take.
-    limit: the tolerance in place of the measured one.
+    arguments: of ``sglang.launch_server``. folder: for logs and scripts. ready_limit_s: how long a server
+    may take to get ready, and to give an answer. limit: the tolerance in place of the measured one.
     """
 
     arguments: tuple[str, ...]
@@ -73,6 +73,13 @@ class Verdict:
     part: Part | None
     item: str
     sentences: tuple[str, ...]
+
+
+# Items: four kinds of collectives; classes that the bridges know; FlagGems' list, without records of what ran.
+STARTS = (
+    f"2 starts if nothing differs; otherwise at most {most_asked(1 + len(LAYERS))} more for the layer, then for the "
+    f"operator {most_asked(4) + 1} (layer 3), up to {most_asked(16) + 1} (layer 2) or {most_asked(512) + 1} (layer 1)"
+)
 
 
 class CannotRunError(RuntimeError):
@@ -115,9 +122,7 @@ class Bisection:
             CannotRunError: no baseline could be started.
         """
         say = self.listener.say
-        say(
-            "2 starts if nothing differs; else at most 2 more for the layer, and for the operator the halvings, and one"
-        )
+        say(STARTS)
         base = self._baseline()
         assert self.tolerance is not None
         say(self.tolerance.describe())
@@ -252,7 +257,7 @@ class Bisection:
         is_ready = False
 
         def post(path: str, body: Mapping[str, Any]) -> Any:
-            return server.post(path, body)
+            return server.post(path, body, self.options.ready_limit_s)
 
         try:
             with server:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_fl.testing.server import HOST, Server
+from sglang_fl.config.fields import FIELD_BY_VARIABLE
+from sglang_fl.testing.server import CPU_ENVIRONMENT, HOST, Server
 
 # Of ours in every start; a value of the user's is taken out.
 REPLACED = ("--port", "--host", "--log-level", "--api-key")
@@ -72,10 +74,13 @@ class LaunchedServer(Server):
         return self.folder / f"{self.label}.sh"
 
     def write_script(self) -> None:
-        """Write what a user runs to have this server again."""
-        removed = [f"unset {name}" for name, value in self.environment.items() if value is None]
-        given = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items() if value is not None]
-        lines = ["#!/bin/sh", *removed, *given, f"exec {shlex.join(self.command())}"]
+        """Write what a user runs to have this server again, with those of this environment's variables that matter."""
+        inherited = {name: value for name, value in os.environ.items() if _matters(name)}
+        variables = {**inherited, **self.environment}
+        removed = [f"unset {name}" for name, value in variables.items() if value is None]
+        given = [f"export {name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
+        place = f"cd {shlex.quote(str(Path.cwd()))}"
+        lines = ["#!/bin/sh", place, *removed, *given, f"exec {shlex.join(self.command())}"]
         self.script_path.write_text("\n".join(lines) + "\n")
         self.script_path.chmod(0o755)
 
@@ -83,3 +88,7 @@ class LaunchedServer(Server):
         """The end of the log."""
         lines = self.log().splitlines() if self.log_path().exists() else []
         return "\n".join(lines[-TAIL_LINES:])
+
+
+def _matters(name: str) -> bool:
+    return name.startswith("SGLANG_") or name in FIELD_BY_VARIABLE or name in CPU_ENVIRONMENT or name == "PYTHONPATH"

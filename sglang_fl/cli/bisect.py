@@ -23,7 +23,11 @@ REPORT = "report.json"
     help="Where logs, a script for each start and report.json go; by default a new folder of the temporary directory.",
 )
 @click.option(
-    "--ready-limit-s", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds a server may take."
+    "--ready-limit-s",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    help="Seconds for a server, and an answer.",
 )
 @click.option(
     "--prompts",
