@@ -21,6 +21,7 @@ _WAY_OF_OTHERS = (
 )
 # These call groups on their own account.
 _CALLERS = tuple(str(_PACKAGE / "comm" / name) for name in ("selftest.py", "bench.py", "tools/"))
+_MOST_KNOWN = 256
 
 Place = tuple[CodeType, int]
 """Code and the instruction in it, as a frame's ``f_code`` and ``f_lasti``: it keeps no frame and no variable alive."""
@@ -35,32 +36,36 @@ def is_on_the_way(file: str) -> bool:
 
 
 class CallSite:
-    """Where one operation's callers lie on the stack: looked for once, then only checked.
+    """Where the callers of one operation lie on the stack: walked to at the first call from a place, then known.
 
-    A caller that counts nanoseconds does itself what :meth:`place` does, with its own frame in the place of
-    ``frame``: the frame at ``depth`` must have the code ``last``, and the one behind it is the place.
+    A caller that counts nanoseconds looks itself: if the frame at ``depth``, counted from the operation's own, stands
+    at an instruction that is ``known`` for its code, that is the place; otherwise :meth:`find` tells. A frame further
+    out cannot be taken for the caller, since it stands at the call that leads to the caller.
 
     Attributes:
-        depth: of the last frame on the way, counted from the operation's own, which is 0.
-        last: that frame's code.
+        depth: at which the last caller lay.
+        known: of each instruction from which a caller called, the place.
     """
 
-    __slots__ = ("depth", "last")
+    __slots__ = ("depth", "known")
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.last: CodeType | None = None
+        self.depth = 1
+        self.known: dict[int, Place] = {}
 
     def find(self, frame: FrameType | None) -> Place | None:
-        """Walk from the operation's own frame to its caller, and remember the way; None if all lies on the way."""
-        depth, last = -1, None
-        while frame is not None:
-            code = frame.f_code
-            if not is_on_the_way(code.co_filename):
-                self.depth, self.last = depth, last
-                return code, frame.f_lasti
-            depth, last, frame = depth + 1, code, frame.f_back
-        return None
+        """The place of the caller, from the operation's own frame; None if the whole stack is on the way."""
+        depth = 0
+        while frame is not None and is_on_the_way(frame.f_code.co_filename):
+            frame, depth = frame.f_back, depth + 1
+        if frame is None:
+            return None
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
+        place = (frame.f_code, frame.f_lasti)
+        self.depth = depth
+        self.known[frame.f_lasti] = place
+        return place
 
 
 def in_words(place: Place | None) -> str:

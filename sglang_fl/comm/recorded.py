@@ -101,7 +101,9 @@ class RecordedTransport(Transport):
         return call
 
     def _new_ring(self, name: str, ranks: tuple[int, ...]) -> CallRing:
-        return CallRing(name, ranks, self._context.device, interrupt=self.interrupt)
+        ring = CallRing(name, ranks, self._context.device, interrupt=self.interrupt)
+        self._context.watch(ring)
+        return ring
 
     def interrupt(self) -> bool:
         """See :meth:`Transport.interrupt`."""
@@ -151,19 +153,18 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
     rows, size = ring.rows, len(ring.rows)
     stream_now, is_capturing = raw_stream_of(ring.device), getattr(ring.marker, "is_capturing", None)
     site = CallSite()
+    known, find = site.known, site.find
     frame_at, clock = sys._getframe, time.time_ns
 
     def recorded_call(*arguments: Any) -> Any:
         if ring.refusal is not None:
             raise ring.refused(arguments[tensor_at].shape)
         try:
-            way = frame_at(site.depth)
-        except ValueError:
-            way = frame_at()
-        if way.f_code is site.last and (caller := way.f_back) is not None:
-            place: Place | None = (caller.f_code, caller.f_lasti)
-        else:
-            place = site.find(frame_at())
+            frame = frame_at(site.depth)
+            found = known[frame.f_lasti]
+            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+        except (KeyError, ValueError):  # of another instruction, or from less deep in the stack
+            place = find(frame_at())
         tensor = arguments[tensor_at]
         peer = None if peer_at is None else arguments[peer_at]
         stream, captured = (0, False) if is_capturing is None else (stream_now(), is_capturing())

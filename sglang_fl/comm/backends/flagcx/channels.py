@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +20,17 @@ import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
-from sglang_fl.comm.backends.flagcx.types import DataType
+from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder, close_within
+from sglang_fl.comm.backends.flagcx.types import DataType, FlagCXOperation
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.marks import raw_stream
+from sglang_fl.comm.places import Place
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext, Work
 
 _ID_TAG = 0x46435821  # away from the tags of the group's other messages
 SENDER, RECEIVER = 0, 1
+_OPERATIONS = (FlagCXOperation.SEND, FlagCXOperation.RECV)  # of the roles
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class _Job:
     tensor: torch.Tensor
     dtype: int
     ready: Any  # event after which the tensor holds its data; None for host memory
+    place: Place | None
     future: Future[Any]
 
 
@@ -100,8 +105,8 @@ class _Peer:
         self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, dtype: int) -> Work:
-        job = _Job(tensor, dtype, self._channels.event_here(), Future())
+    def send(self, tensor: torch.Tensor, dtype: int, place: Place | None) -> Work:
+        job = _Job(tensor, dtype, self._channels.event_here(), place, Future())
         if self._channels.enqueues and self.is_idle():
             self._carry(job)
         else:
@@ -140,9 +145,7 @@ class _Peer:
             if self._problem is not None:
                 raise self._problem
             outgoing = self.pair.result().outgoing
-            done = self._channels.transfer(
-                outgoing.communicator.send, RECEIVER, job.tensor, job.dtype, outgoing.stream, job.ready
-            )
+            done = self._channels.transfer(outgoing, SENDER, job.tensor, job.dtype, job.ready, job.place)
         except CommError as error:
             self._problem = error
             job.future.set_exception(error)
@@ -155,30 +158,37 @@ class Channels:
 
     close_limit_s = 5.0
 
-    def __init__(self, context: GroupContext, library: FlagCXLibrary) -> None:
+    def __init__(self, name: str, context: GroupContext, library: FlagCXLibrary) -> None:
+        """``name``: of the backend."""
+        self._name = name
         self._context = context
         self._library = library
         self._device = None if context.device.type == "cpu" else torch.get_device_module(context.device)
         self._peers: dict[int, _Peer] = {}
+        self._recorders: list[FlagCXRecorder] = []
+        self._functions = tuple(library.function(operation) for operation in _OPERATIONS)
 
     @property
     def enqueues(self) -> bool:
         """Whether the library's calls enqueue on a stream instead of doing the transfer."""
         return self._device is not None
 
-    def send(self, tensor: torch.Tensor, dst: int, dtype: int) -> Work:
-        """Start to send; ``tensor`` must stay alive and unchanged until the work is done."""
-        return self._to(dst).send(tensor, dtype)
+    def recorders(self) -> tuple[Recorder, ...]:
+        """Those of the directions made so far, each from before its first call."""
+        return tuple(self._recorders)
 
-    def recv(self, tensor: torch.Tensor, src: int, dtype: int) -> Work:
+    def send(self, tensor: torch.Tensor, dst: int, dtype: int, place: Place | None) -> Work:
+        """Start to send; ``tensor`` must stay alive and unchanged until the work is done. ``place``: the caller's."""
+        return self._to(dst).send(tensor, dtype, place)
+
+    def recv(self, tensor: torch.Tensor, src: int, dtype: int, place: Place | None) -> Work:
         """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
         incoming = self._to(src).pair.result().incoming
         if self.enqueues:
             # What waits on the device from here on must not hold up a connection or a send that it depends on.
             for peer in self._peers.values():
                 peer.settle()
-        ready = self.event_here()
-        done = self.transfer(incoming.communicator.recv, SENDER, tensor, dtype, incoming.stream, ready)
+        done = self.transfer(incoming, RECEIVER, tensor, dtype, self.event_here(), place)
         if done is not None:
             done.wait()
         return DoneWork()
@@ -198,17 +208,28 @@ class Channels:
         return None if self._device is None else self._device.current_stream(self._context.device).record_event()
 
     def transfer(
-        self, call: Callable[..., None], peer: int, tensor: torch.Tensor, dtype: int, stream: Any, ready: Any
+        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, ready: Any, place: Place | None
     ) -> Any:
         """Call the library's send or recv; on a device enqueue it behind ``ready`` and return its own event."""
         if self._device is None:
-            call(tensor.data_ptr(), tensor.numel(), dtype, peer)
+            self._call(direction, role, tensor, dtype, 0, place)
             return None
+        stream = direction.stream
         self._device.set_device(self._context.device)  # this may be a new thread
         stream.wait_event(ready)
-        call(tensor.data_ptr(), tensor.numel(), dtype, peer, raw_stream(stream))
+        self._call(direction, role, tensor, dtype, raw_stream(stream), place)
         tensor.record_stream(stream)
         return stream.record_event()
+
+    def _call(
+        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, stream: int, place: Place | None
+    ) -> None:
+        communicator, operation, count = direction.communicator, _OPERATIONS[role], tensor.numel()
+        if communicator.recorder is not None:
+            communicator.recorder.places.note(place)
+        code = self._functions[role](communicator.handle, tensor.data_ptr(), count, dtype, 1 - role, stream)
+        if code:
+            communicator.settle(code, operation, dtype, None, count, tensor.shape)
 
     def make_pair(self, peer: int) -> _Pair:
         """Make both directions with ``peer``, which does the same, the one from the lower rank first.
@@ -226,13 +247,23 @@ class Channels:
         unique_id = self._hand_over(unique_id, peer, role)
         device = None if self._device is None else context.device.index
         communicator = FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s, device)
+        if context.records:
+            communicator.recorder = self._record(communicator, peer, role)
         direction = _Direction(communicator, self.new_stream())
         probe = torch.zeros(1, dtype=torch.uint8, device=context.device)
-        call = communicator.send if role == SENDER else communicator.recv
-        done = self.transfer(call, 1 - role, probe, int(DataType.UINT8), direction.stream, self.event_here())
+        done = self.transfer(direction, role, probe, int(DataType.UINT8), self.event_here(), None)
         if done is not None:
             done.synchronize()
         return direction
+
+    def _record(self, communicator: FlagCXCommunicator, peer: int, role: int) -> FlagCXRecorder:
+        context = self._context
+        peers = (context.rank, peer) if role == SENDER else (peer, context.rank)
+        source, destination = (context.ranks[rank] for rank in peers)
+        name = f"{context.name} {self._name} {source}>{destination}"
+        recorder = FlagCXRecorder(communicator, name, (source, destination), context.device, peers)
+        self._recorders.append(recorder)
+        return recorder
 
     def _hand_over(self, unique_id: bytes, peer: int, role: int) -> bytes:
         context = self._context
@@ -265,13 +296,9 @@ class Channels:
             pair = known.pair.result()
             upwards = (pair.outgoing, pair.incoming) if context.rank < peer else (pair.incoming, pair.outgoing)
             for direction in upwards:
-                direction.communicator.close()
+                close_within(direction.communicator, self.close_limit_s)
         self._peers.clear()
-
-
-def raw_stream(stream: Any) -> int:
-    """The device runtime's own handle of a torch stream: ``cuda_stream``, ``npu_stream``, ..."""
-    return int(getattr(stream, f"{stream.device.type}_stream"))
+        self._recorders.clear()
 
 
 def _wait(work: dist.Work | None, limit: timedelta) -> None:

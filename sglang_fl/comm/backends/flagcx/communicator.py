@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_fl.comm.backends.flagcx import environment, jobs
+from sglang_fl.comm.backends.flagcx.ending import Member, end
 from sglang_fl.comm.backends.flagcx.errors import INTEGER_LIMITS, FlagCXError, ResultCode, integer_error
 from sglang_fl.comm.backends.flagcx.group import Group
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.types import FlagCXCapabilities, FlagCXOperation, WindowFlags
 
+if TYPE_CHECKING:
+    from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder
+
 END_LIMIT_S = 30.0
 DRAIN_LIMIT_S = 5.0
-_PENDING_END_POLL_S = 0.005
 _INT_MAX = 2**31 - 1
 _MESSAGE_BYTES = 1024
 
@@ -37,6 +39,7 @@ class FlagCXCommunicator:
         library: the library that it belongs to.
         handle: for the C functions; safe to use after close, they then answer CLOSED.
         world_size, rank, device: as given at its creation.
+        recorder: of its calls; None unless who made it has set one.
     """
 
     def __init__(self, library: FlagCXLibrary, handle: Any, world_size: int, rank: int, device: int) -> None:
@@ -46,6 +49,7 @@ class FlagCXCommunicator:
         self.world_size = world_size
         self.rank = rank
         self.device = device
+        self.recorder: FlagCXRecorder | None = None
         self._lib, self._ffi = library.native
         self._unsupported: frozenset[FlagCXOperation] = frozenset()
         self._size_array = f"size_t[{world_size}]"
@@ -120,7 +124,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.ALL_REDUCE, error, count, dtype, op) from error
         if code:
-            raise self.error(code, FlagCXOperation.ALL_REDUCE, dtype, op, count)
+            self.settle(code, FlagCXOperation.ALL_REDUCE, dtype, op, count)
 
     def reduce(self, send: int, receive: int, count: int, dtype: int, op: int, root: int, stream: int = 0) -> None:
         """Rank ``root``'s ``receive`` gets the reduction; elsewhere ``receive`` may be 0."""
@@ -129,7 +133,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.REDUCE, error, count, dtype, op) from error
         if code:
-            raise self.error(code, FlagCXOperation.REDUCE, dtype, op, count)
+            self.settle(code, FlagCXOperation.REDUCE, dtype, op, count)
 
     def reduce_scatter(self, send: int, receive: int, count: int, dtype: int, op: int, stream: int = 0) -> None:
         """``receive`` gets block ``rank`` (``count`` elements) of the reduction of all ``send`` (world_size blocks)."""
@@ -138,7 +142,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.REDUCE_SCATTER, error, count, dtype, op) from error
         if code:
-            raise self.error(code, FlagCXOperation.REDUCE_SCATTER, dtype, op, count)
+            self.settle(code, FlagCXOperation.REDUCE_SCATTER, dtype, op, count)
 
     def all_gather(self, send: int, receive: int, count: int, dtype: int, stream: int = 0) -> None:
         """``receive`` (world_size blocks of ``count`` elements) gets every rank's ``send`` in rank order."""
@@ -147,7 +151,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.ALL_GATHER, error, count, dtype) from error
         if code:
-            raise self.error(code, FlagCXOperation.ALL_GATHER, dtype, None, count)
+            self.settle(code, FlagCXOperation.ALL_GATHER, dtype, None, count)
 
     def broadcast(self, send: int, receive: int, count: int, dtype: int, root: int, stream: int = 0) -> None:
         """Every rank's ``receive`` gets rank ``root``'s ``send``; elsewhere ``send`` is not read."""
@@ -174,7 +178,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.ALL_TO_ALL, error, count, dtype) from error
         if code:
-            raise self.error(code, FlagCXOperation.ALL_TO_ALL, dtype, None, count)
+            self.settle(code, FlagCXOperation.ALL_TO_ALL, dtype, None, count)
 
     def all_to_all_v(
         self,
@@ -206,7 +210,7 @@ class FlagCXCommunicator:
                 FlagCXOperation.ALL_TO_ALL_V, error, sum(send_counts), dtype, given=lists
             ) from error
         if code:
-            raise self.error(code, FlagCXOperation.ALL_TO_ALL_V, dtype, None, sum(send_counts))
+            self.settle(code, FlagCXOperation.ALL_TO_ALL_V, dtype, None, sum(send_counts))
 
     def barrier(self, stream: int = 0) -> None:
         """Block the host until all ranks have come here. FlagCX reports no error of its own from this call."""
@@ -215,7 +219,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise integer_error("barrier", f"stream {stream}", error, self.rank) from error
         if code:
-            raise self.error(code, FlagCXOperation.BARRIER)
+            self.settle(code, FlagCXOperation.BARRIER)
 
     # Point to point
 
@@ -226,7 +230,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.SEND, error, count, dtype) from error
         if code:
-            raise self.error(code, FlagCXOperation.SEND, dtype, None, count)
+            self.settle(code, FlagCXOperation.SEND, dtype, None, count)
 
     def recv(self, buffer: int, count: int, dtype: int, peer: int, stream: int = 0) -> None:
         """Receive from rank ``peer`` what it sends to this rank."""
@@ -235,12 +239,12 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(FlagCXOperation.RECV, error, count, dtype) from error
         if code:
-            raise self.error(code, FlagCXOperation.RECV, dtype, None, count)
+            self.settle(code, FlagCXOperation.RECV, dtype, None, count)
 
     def group(self) -> Group:
         """``with communicator.group():`` the calls inside progress together and start at its end."""
         lib = self._lib
-        return Group(lib.sglang_fl_flagcx_group_start, lib.sglang_fl_flagcx_group_end, self.handle, self.error)
+        return Group(lib.sglang_fl_flagcx_group_start, lib.sglang_fl_flagcx_group_end, self.handle, self.settle)
 
     # Memory
 
@@ -337,6 +341,24 @@ class FlagCXCommunicator:
                 source=self,
             )
 
+    def settle(
+        self,
+        code: int,
+        operation: FlagCXOperation,
+        dtype: int | None = None,
+        op: int | None = None,
+        count: int | None = None,
+        shape: Sequence[int] = (),
+    ) -> None:
+        """Deal with a call's result that is not 0. Returns after the one that is no failure: MARK_DUE.
+
+        Raises:
+            CommError: :meth:`error`, or what the recorder's monitor knows of the call on a tensor of ``shape``.
+        """
+        if self.recorder is None:
+            raise self.error(code, operation, dtype, op, count)
+        self.recorder.settle(code, lambda: self.error(code, operation, dtype, op, count), shape)
+
     def error(
         self,
         code: int,
@@ -360,31 +382,8 @@ class FlagCXCommunicator:
         return error
 
     def _end(self, start: Callable[..., Any], what: str, timeout_s: float, drain_s: float) -> None:
-        jobs.check_limit("timeout_s", timeout_s)
-        jobs.check_limit("drain_s", drain_s)
-        deadline = time.monotonic() + timeout_s
-        code = self._ffi.new("int32_t *")
-        handle = start(self.handle, min(drain_s, timeout_s), code)
-        while code[0] == ResultCode.ENDING_NOW:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                details = f"rank {self.rank} of {self.world_size}: another close or abort is still under way"
-                raise jobs.timed_out(what, timeout_s, details, self.rank)
-            time.sleep(min(_PENDING_END_POLL_S, left_s))
-            handle = start(self.handle, max(0.0, min(drain_s, deadline - time.monotonic())), code)
-        if code[0] == ResultCode.ALREADY_ENDED:
-            return
-        with jobs.started(self.library.native, what, handle, code[0]) as job:
-            try:
-                result = job.result(max(0.0, deadline - time.monotonic()))
-            except jobs.TimeLimitError:
-                details = f"rank {self.rank} of {self.world_size}"
-                raise jobs.timed_out(what, timeout_s, details, self.rank) from None
-        if result == ResultCode.IN_USE:
-            details = f"{self.calls_in_flight()} calls in flight or groups open after {drain_s:g} s"
-            raise FlagCXError(result, what, details, rank=self.rank)
-        if result != 0:
-            raise FlagCXError(result, what, rank=self.rank)
+        member = Member(self.library.native, self.handle, self.world_size, self.rank)
+        end(member, start, what, timeout_s, drain_s)
 
     def _rooted(
         self,
@@ -402,7 +401,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise self._bad_integer(operation, error, count, dtype) from error
         if code:
-            raise self.error(code, operation, dtype, None, count)
+            self.settle(code, operation, dtype, None, count)
 
     def _bad_integer(
         self,
@@ -434,7 +433,7 @@ class FlagCXCommunicator:
         except OverflowError as error:
             raise integer_error(operation.value, given, error, self.rank) from error
         if code:
-            raise self.error(code, operation)
+            self.settle(code, operation)
 
     def _last_error(self) -> str:
         message = self._ffi.new("char[]", _MESSAGE_BYTES)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from sglang_fl.comm.backends.flagcx.errors import FlagCXError
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation
+from sglang_fl.comm.errors import CommError
 
 logger = logging.getLogger(__name__)
 
@@ -17,27 +17,28 @@ class Group:
     """A context manager of one thread; groups may be nested, only the outermost end starts the work.
 
     Raises:
-        FlagCXError: from the start, or from the end unless the body raised first; then the end's error is logged.
+        CommError: from the start, or from the end unless the body raised first; then the end's error is logged.
     """
 
-    __slots__ = ("_end", "_error", "_handle", "_start")
+    __slots__ = ("_end", "_handle", "_settle", "_start")
 
     def __init__(
         self,
         start: Callable[[Any], int],
         end: Callable[[Any], int],
         handle: Any,
-        error: Callable[[int, FlagCXOperation], FlagCXError],
+        settle: Callable[[int, FlagCXOperation], None],
     ) -> None:
+        """``settle`` raises for a result that is not 0 and is a failure."""
         self._start = start
         self._end = end
         self._handle = handle
-        self._error = error
+        self._settle = settle
 
     def __enter__(self) -> None:
         code = self._start(self._handle)
         if code:
-            raise self._error(code, FlagCXOperation.GROUP_START)
+            self._settle(code, FlagCXOperation.GROUP_START)
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
@@ -45,7 +46,9 @@ class Group:
         code = self._end(self._handle)
         if not code:
             return
-        error = self._error(code, FlagCXOperation.GROUP_END)
-        if raised is None:
-            raise error
-        logger.warning("after %r the end of the group failed too: %s", raised, error)
+        try:
+            self._settle(code, FlagCXOperation.GROUP_END)
+        except CommError as error:
+            if raised is None:
+                raise
+            logger.warning("after %r the end of the group failed too: %s", raised, error)

@@ -153,7 +153,7 @@ class FlagCXLibrary:
         """A group without a communicator of its own: over several homogeneous communicators of this thread."""
         lib = self.native.lib
         return Group(
-            lib.sglang_fl_flagcx_library_group_start, lib.sglang_fl_flagcx_library_group_end, self.handle, FlagCXError
+            lib.sglang_fl_flagcx_library_group_start, lib.sglang_fl_flagcx_library_group_end, self.handle, _fail
         )
 
     def close(self) -> None:
@@ -216,6 +216,10 @@ class FlagCXLibrary:
     def _check(code: int, operation: str) -> None:
         if code != 0:
             raise FlagCXError(code, operation)
+
+
+def _fail(code: int, operation: FlagCXOperation) -> None:
+    raise FlagCXError(code, operation)
 
 
 def _open_error(code: int, path: str, given: str, message: str) -> FlagCXError:

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 
-from sglang_fl.comm.backends.flagcx.channels import Channels, raw_stream
+from sglang_fl.comm.backends.flagcx.channels import Channels
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.dtypes import torch_data_types
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.machine import Machine, spread, this_machine
+from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder, close_within
+from sglang_fl.comm.backends.flagcx.recording import hot_calls
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.marks import raw_stream_of
+from sglang_fl.comm.places import CallSite, Place
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.selection import Availability, Kind
 
 SUM = int(ReduceOp.SUM)
+CLOSE_LIMIT_S = 5.0
 
 _POINT_TO_POINT = frozenset({Operation.SEND, Operation.RECV})
 # Whose names are equal on both sides.
 _COLLECTIVES = {
     operation: FlagCXOperation(operation.value) for operation in Operation if operation not in _POINT_TO_POINT
 }
-
-
-def _no_stream() -> int:
-    return 0
-
-
-def _raw_stream(device: torch.device) -> Callable[[], int]:
-    """The current stream's raw handle, as cheaply as the device's torch gives it."""
-    if device.type == "cpu":
-        return _no_stream
-    if device.type == "cuda":
-        return partial(torch._C._cuda_getCurrentRawStream, device.index or 0)
-    module = torch.get_device_module(device)
-    return lambda: raw_stream(module.current_stream(device))
 
 
 class FlagCXTransport(Transport):
@@ -56,7 +49,7 @@ class FlagCXTransport(Transport):
         operations: set[Operation] = {operation for operation, needed in _COLLECTIVES.items() if needed in known}
         if {FlagCXOperation.SEND, FlagCXOperation.RECV} <= known:
             operations |= _POINT_TO_POINT
-        self._channels = Channels(context, library)
+        self._channels = Channels(name, context, library)
         self.capabilities = Capabilities(
             operations=frozenset(operations),
             reducible=frozenset(types),
@@ -65,10 +58,21 @@ class FlagCXTransport(Transport):
         )
         self._types = types
         self._handle = communicator.handle
-        self._stream = _raw_stream(context.device)
+        self._stream = raw_stream_of(context.device)
         self._all_reduce = library.function(FlagCXOperation.ALL_REDUCE)
         self._all_gather = library.function(FlagCXOperation.ALL_GATHER)
         self._reduce_scatter = library.function(FlagCXOperation.REDUCE_SCATTER)
+        self._site = CallSite()
+        self._recorder = communicator.recorder
+        if self._recorder is not None:
+            # Bound to the object, so that a group that is not recorded asks nothing on its hot path.
+            for method, call in hot_calls(communicator, self._recorder.places, types, self._stream).items():
+                setattr(self, method, call)
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        """See :meth:`Transport.recorders`: the communicator's, then those of the directions used so far."""
+        own = () if self._recorder is None else (self._recorder,)
+        return (*own, *self._channels.recorders())
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
@@ -110,28 +114,38 @@ class FlagCXTransport(Transport):
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
         address = tensor.data_ptr()
+        self._note()
         self.communicator.reduce(address, address, tensor.numel(), self._types[tensor.dtype], SUM, dst, self._stream())
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
         address = tensor.data_ptr()
+        self._note()
         self.communicator.broadcast(address, address, tensor.numel(), self._types[tensor.dtype], src, self._stream())
         return None
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
         receive = 0 if output is None else output.data_ptr()
+        self._note()
         self.communicator.gather(
             tensor.data_ptr(), receive, tensor.numel(), self._types[tensor.dtype], dst, self._stream()
         )
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        return self._channels.send(tensor, dst, self._types[tensor.dtype])
+        return self._channels.send(tensor, dst, self._types[tensor.dtype], self._place())
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        return self._channels.recv(tensor, src, self._types[tensor.dtype])
+        return self._channels.recv(tensor, src, self._types[tensor.dtype], self._place())
+
+    def _note(self) -> None:
+        if self._recorder is not None:
+            self._recorder.places.note(self._place())
+
+    def _place(self) -> Place | None:
+        return None if self._recorder is None else self._site.find(sys._getframe(1))
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -176,9 +190,11 @@ class FlagCXBackend(Backend):
         if not all(has_one for has_one, _ in views):
             shared = None
         if shared is None:
-            shared = SharedCommunicator(_join(context, library))
+            shared = SharedCommunicator(_join(context, library, self.name))
             if context.shares_communicator:
                 _shared[key] = shared
+        if shared.communicator.recorder is not None:
+            context.watch(shared.communicator.recorder)
         transport = FlagCXTransport(self.name, context, library, shared.taken())
         try:
             # Before the first call: one that a peer's library lacks would wait for it.
@@ -209,7 +225,7 @@ class SharedCommunicator:
             return
         for key in [key for key, shared in _shared.items() if shared is self]:
             del _shared[key]
-        self.communicator.close()
+        close_within(self.communicator, CLOSE_LIMIT_S)
 
 
 _shared: dict[tuple[str, tuple[int, ...], str], SharedCommunicator] = {}
@@ -224,18 +240,23 @@ def _require_one_machine(context: GroupContext, library: FlagCXLibrary, machines
         )
 
 
-def _join(context: GroupContext, library: FlagCXLibrary) -> FlagCXCommunicator:
+def _join(context: GroupContext, library: FlagCXLibrary, name: str) -> FlagCXCommunicator:
     unique_id, problem = b"", ""
     if context.rank == 0:
         try:
-            unique_id = library.unique_id(context.timeout_s)
+            unique_id = library.unique_id(context.left_s())
         except FlagCXError as error:
             problem = str(error)
     unique_id, problem = context.exchange("hand out FlagCX's unique id", (unique_id, problem))[0]
     if problem:
         raise CommError(problem)
     device = context.device.index if context.device.type != "cpu" else None
-    return FlagCXCommunicator.create(library, unique_id, context.world_size, context.rank, context.timeout_s, device)
+    communicator = FlagCXCommunicator.create(
+        library, unique_id, context.world_size, context.rank, context.left_s(), device
+    )
+    if context.records:
+        communicator.recorder = FlagCXRecorder(communicator, f"{context.name} {name}", context.ranks, context.device)
+    return communicator
 
 
 def _warm_up(transport: FlagCXTransport, context: GroupContext) -> None:

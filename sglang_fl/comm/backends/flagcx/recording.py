@@ -1,0 +1,142 @@
+"""The calls of a recorded transport: its hot operations once more, each noting first from where it was called.
+
+Everything is bound in closures, and the place is noted in line: looking names up and one call more would cost what
+noting costs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
+from sglang_fl.comm.backends.flagcx.recorder import Places
+from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, ReduceOp
+from sglang_fl.comm.places import CallSite, Place
+
+_SUM = int(ReduceOp.SUM)
+
+
+def hot_calls(
+    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+) -> dict[str, Callable[..., Any]]:
+    """Method to function for the operations that SGLang calls in every layer."""
+    parts = (communicator, places, types, stream)
+    return {
+        "all_reduce": _all_reduce(*parts),
+        "all_reduce_new": _all_reduce_new(*parts),
+        "all_gather": _all_gather(*parts),
+        "reduce_scatter": _reduce_scatter(*parts),
+    }
+
+
+def _all_reduce(
+    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+) -> Callable[[torch.Tensor], None]:
+    function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
+    keep, frame_at = places.kept.append, sys._getframe
+    site = CallSite()
+    known, find = site.known, site.find
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        address = tensor.data_ptr()
+        dtype = types[tensor.dtype]
+        try:
+            frame = frame_at(site.depth)
+            found = known[frame.f_lasti]
+            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+        except (KeyError, ValueError):
+            place = find(frame_at())
+        places.noted += 1
+        keep(place)
+        result = function(handle, address, address, tensor.numel(), dtype, _SUM, stream())
+        if result:
+            settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
+
+    return all_reduce
+
+
+def _all_reduce_new(
+    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
+    keep, frame_at = places.kept.append, sys._getframe
+    site = CallSite()
+    known, find = site.known, site.find
+
+    def all_reduce_new(tensor: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(tensor)
+        dtype = types[tensor.dtype]
+        try:
+            frame = frame_at(site.depth)
+            found = known[frame.f_lasti]
+            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+        except (KeyError, ValueError):
+            place = find(frame_at())
+        places.noted += 1
+        keep(place)
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream())
+        if result:
+            settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
+        return output
+
+    return all_reduce_new
+
+
+def _all_gather(
+    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    function, handle, settle = _bound(communicator, FlagCXOperation.ALL_GATHER)
+    keep, frame_at = places.kept.append, sys._getframe
+    site = CallSite()
+    known, find = site.known, site.find
+
+    def all_gather(output: torch.Tensor, tensor: torch.Tensor) -> None:
+        dtype = types[tensor.dtype]
+        try:
+            frame = frame_at(site.depth)
+            found = known[frame.f_lasti]
+            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+        except (KeyError, ValueError):
+            place = find(frame_at())
+        places.noted += 1
+        keep(place)
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream())
+        if result:
+            settle(result, FlagCXOperation.ALL_GATHER, dtype, None, tensor.numel(), tensor.shape)
+
+    return all_gather
+
+
+def _reduce_scatter(
+    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    function, handle, settle = _bound(communicator, FlagCXOperation.REDUCE_SCATTER)
+    keep, frame_at = places.kept.append, sys._getframe
+    site = CallSite()
+    known, find = site.known, site.find
+
+    def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor) -> None:
+        dtype = types[tensor.dtype]
+        try:
+            frame = frame_at(site.depth)
+            found = known[frame.f_lasti]
+            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+        except (KeyError, ValueError):
+            place = find(frame_at())
+        places.noted += 1
+        keep(place)
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream())
+        if result:
+            settle(result, FlagCXOperation.REDUCE_SCATTER, dtype, _SUM, output.numel(), tensor.shape)
+
+    return reduce_scatter
+
+
+def _bound(
+    communicator: FlagCXCommunicator, operation: FlagCXOperation
+) -> tuple[Callable[..., int], Any, Callable[..., None]]:
+    return communicator.library.function(operation), communicator.handle, communicator.settle
