@@ -24,6 +24,9 @@ _LOOKOUT_S = 0.2
 
 _OUT = (State.GONE, State.STOPPED)
 
+# Stages at which a rank was missing. Where this process holds the store it must not take that along at once.
+FAILED: list[str] = []
+
 # By global rank, as they said when they first took part in an exchange.
 PROCESSES: dict[int, Process] = {}
 
@@ -66,6 +69,7 @@ class Exchange:
         talk.join(self.limit_s + LATE_LIMIT_S + _ANSWER_LIMIT_S)
         if self._values is not None:
             return self._values
+        FAILED.append(self.stage)
         raise AgreementError(self._text(time.monotonic() - start_s))
 
     def _talk(self, store: Any, value: Any) -> None:
@@ -111,7 +115,8 @@ class Exchange:
         missing = self._missing
         if not missing:  # the store does not answer, or is gone: what is known of the processes must do
             missing = [rank for rank in self.ranks if state_of(rank) in _OUT]
-        who = f"global rank(s) {missing} did not reach" if missing else "a rank was lost while all reached"
+        nobody = "the process that holds torch.distributed's store, mostly that of global rank 0, was lost at"
+        who = f"global rank(s) {missing} did not reach" if missing else nobody
         states = {rank: state for rank in missing if (state := state_of(rank)) in _OUT and state is not None}
         known = "; ".join(
             f"global rank {rank} was {PROCESSES[rank]}, which {state.value}" for rank, state in states.items()

@@ -57,7 +57,7 @@ class GroupContext:
         records: whether its transports record their calls.
         operation_timeout_s: limit for each call once the group is made, seconds.
         creation_ends_s: when the creation under way must be done, as of ``time.monotonic()``; None outside of one.
-        watch: a backend calls it with each recorder whose calls it makes while it creates a transport.
+        watch: called with each recorder before its first call, also with those that come with a first transfer.
     """
 
     name: str

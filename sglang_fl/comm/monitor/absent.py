@@ -37,13 +37,19 @@ class Peers:
         found, patience_s = [], _IMPATIENCE_S if has_failed else _PATIENCE_S
         for rank in ranks:
             missing = None if rank == self.rank else self._lost(rank, now_s)
-            if missing is None:
-                self._gone_s.pop(rank, None)
-                continue
-            since_s = self._gone_s.setdefault(rank, now_s)
-            if now_s - since_s >= patience_s[missing.absence]:
+            if missing is not None and now_s - self._gone_s[rank] >= patience_s[missing.absence]:
                 found.append(missing)
-        return tuple(found)
+        return self._causes(found)
+
+    def _causes(self, lost: list[Missing]) -> tuple[Missing, ...]:
+        """A rank that has ended because it found another one missing is not the one to look at."""
+        beats = {} if self._board is None else self._board.beats
+        causes = [missing for missing in lost if not ((beat := beats.get(missing.rank)) and beat.concluded)]
+        if not causes or any(missing.absence is not Absence.GONE for missing in causes):
+            return tuple(causes or lost)
+        # Those that ended without a word that can be read may have found out who was stopped.
+        stopped = (self._stopped(rank) for rank in PROCESSES if rank != self.rank)
+        return tuple(missing for missing in stopped if missing is not None) or tuple(causes)
 
     def missing(self, ranks: Iterable[int], key: str, number: int) -> tuple[Missing, ...]:
         """Who of ``ranks`` is not in call ``number`` of the recorder ``key``; only the gravest kind of absence.
@@ -51,32 +57,34 @@ class Peers:
         Waits up to half a second for the ranks' latest word.
         """
         others = [rank for rank in ranks if rank != self.rank]
-        self._read(others, key)
+        self.read(others, key)
         now_s = time.monotonic()
-        lost = tuple(missing for rank in others if (missing := self._lost(rank, now_s)) is not None)
+        lost = self._causes([missing for rank in others if (missing := self._lost(rank, now_s)) is not None])
         stopped = tuple(missing for rank in others if (missing := self._stopped(rank)) is not None)
         elsewhere = (self._elsewhere(rank, key, number) for rank in others)
         return lost or stopped or tuple(missing for missing in elsewhere if missing is not None)
 
     def _lost(self, rank: int, now_s: float) -> Missing | None:
-        process, beat = PROCESSES.get(rank), None if self._board is None else self._board.beats.get(rank)
-        state = None if process is None else process.state()
-        if state is State.GONE:
-            return Missing(rank, self._how_it_went(rank), str(process))
-        if beat is not None and beat.left:
-            return Missing(rank, Absence.ENDED, str(process or ""))
-        if state is State.ELSEWHERE and self._is_silent(rank, now_s):
-            return Missing(rank, Absence.SILENT, str(process))
-        return None
+        absence = self._how_it_went(rank, now_s)
+        if absence is None:
+            self._gone_s.pop(rank, None)
+            return None
+        return Missing(rank, absence, str(PROCESSES.get(rank, "")))
 
-    def _how_it_went(self, rank: int) -> Absence:
-        board = self._board
-        if board is None or not board.is_up:
-            return Absence.GONE
-        beat = board.beats.get(rank)
+    def _how_it_went(self, rank: int, now_s: float) -> Absence | None:
+        process, board = PROCESSES.get(rank), self._board
+        state = None if process is None else process.state()
+        beat = None if board is None else board.beats.get(rank)
+        if state is State.ELSEWHERE and self._is_silent(rank, now_s):
+            self._gone_s.setdefault(rank, now_s)
+            return Absence.SILENT
+        if state is not State.GONE and not (beat is not None and beat.left):
+            return None
+        gone_s = self._gone_s.setdefault(rank, now_s)
         if beat is not None and beat.left:
             return Absence.ENDED
-        return Absence.KILLED if board.read_s > self._gone_s.get(rank, time.monotonic()) else Absence.GONE
+        # What it may have said at its end has been read by now, or never will be.
+        return Absence.KILLED if board is not None and board.is_up and board.read_s >= gone_s else Absence.GONE
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
         board = self._board
@@ -100,11 +108,12 @@ class Peers:
             last += f", and it waits in {beat.under_way}"
         return Missing(rank, Absence.ELSEWHERE, str(PROCESSES.get(rank, "")), last)
 
-    def _read(self, ranks: list[int], key: str) -> None:
+    def read(self, ranks: Iterable[int], key: str) -> None:
+        """Have the ranks' latest word, and what is told of the recorder ``key``; waits half a second at most."""
         board = self._board
         if board is None:
             return
         asked_s = time.monotonic()
-        board.ask(ranks, [key])
+        board.ask((rank for rank in ranks if rank != self.rank), [key])
         while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + _READ_LIMIT_S:
             time.sleep(_POLL_S)

@@ -31,23 +31,25 @@ class Beat:
         entered: recorder's key to the number of the last call that it has entered.
         under_way: what it waits in now: recorder and call in words; empty if nothing.
         left: it ends in good order, or with an exception; nothing comes after this.
+        concluded: it has found that a call cannot complete; if it is gone, that is why.
     """
 
     count: int = 0
     entered: dict[str, int] = field(default_factory=dict)
     under_way: str = ""
     left: bool = False
+    concluded: bool = False
 
 
 class Board:
     """This rank's word to the others and theirs to it. Its thread starts with the first :meth:`start`."""
 
     def __init__(self, store: Any, rank: int) -> None:
-        """``store``: a client that nothing else uses."""
+        """``store``: torch.distributed's; a second client of it is made, which nothing else uses."""
         self.rank = rank
         self.beats: dict[int, Beat] = {}
         self.heard_s: dict[int, float] = {}  # when a peer's count was last seen to change
-        self.read_s = 0.0  # when the beats were last read
+        self.read_s = 0.0  # what was asked for by then has been read
         self.verdicts: dict[str, Verdict] = {}
         self._store = store
         self._wanted = threading.Condition()
@@ -68,6 +70,11 @@ class Board:
         """False once the store is gone with the process that held it."""
         return self._thread.is_alive()
 
+    @property
+    def has_concluded(self) -> bool:
+        """Whether this rank has told anything."""
+        return self._own.concluded
+
     def say(self, entered: dict[str, int], under_way: str) -> None:
         """What the next beat says."""
         with self._wanted:
@@ -84,6 +91,7 @@ class Board:
         """Tell the peers that the recorder of ``key`` cannot go on."""
         with self._wanted:
             self._to_tell.append((key, to_tell(verdict)))
+            self._own.concluded = True
             self._wanted.notify()
 
     def leave(self, limit_s: float) -> None:
@@ -96,17 +104,19 @@ class Board:
     def _run(self) -> None:
         said_s = 0.0
         try:
+            self._store = self._store.clone()  # where its process is gone or stopped this takes its time
             while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
                     if not (self._to_tell or self._peers or self._own.left):
                         self._wanted.wait(BEAT_S)
                     told, self._to_tell = self._to_tell, []
                     peers, self._peers = self._peers, ()
-                    keys, self._keys = self._keys, ()
+                    keys = self._keys
+                    asked_s = time.monotonic()
                 for key, text in told:
                     self._store.set(f"{_PREFIX}/verdict/{key}", text)
-                said_s = self._beat(said_s)
-                self._read(peers, keys)
+                said_s = self._beat(0.0 if told else said_s)
+                self._read(peers, keys, asked_s)
         except (RuntimeError, ValueError, TypeError) as error:  # gone, or what is in it is no word of a monitor
             logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
@@ -124,21 +134,22 @@ class Board:
         self._store.set(f"{_PREFIX}/beat/{self.rank}", text)
         return now_s
 
-    def _read(self, peers: Iterable[int], keys: Iterable[str]) -> None:
-        for key in keys:
-            name = f"{_PREFIX}/verdict/{key}"
-            if key not in self.verdicts and self._store.check([name]):
-                self._learn(key, self._store.get(name).decode())
-        for rank in peers:
-            name = f"{_PREFIX}/beat/{rank}"
-            if not self._store.check([name]):
-                continue
-            beat = Beat(**json.loads(self._store.get(name).decode()))
+    def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:
+        beats = {rank: Beat(**json.loads(text)) for rank in peers if (text := self._get(f"beat/{rank}"))}
+        # After the beats: who says there that it has found something has told it here before.
+        told = {key: text for key in keys if key not in self.verdicts and (text := self._get(f"verdict/{key}"))}
+        # What is told is known here before it is known that who told it has gone.
+        for key, text in told.items():
+            self._learn(key, text)
+        for rank, beat in beats.items():
             known = self.beats.get(rank)
             if known is None or known.count != beat.count:
                 self.beats[rank], self.heard_s[rank] = beat, time.monotonic()
-        if peers:
-            self.read_s = time.monotonic()
+        self.read_s = asked_s
+
+    def _get(self, key: str) -> str:
+        name = f"{_PREFIX}/{key}"
+        return str(self._store.get(name).decode()) if self._store.check([name]) else ""
 
     def _learn(self, key: str, text: str) -> None:
         try:

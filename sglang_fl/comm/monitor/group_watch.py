@@ -29,8 +29,10 @@ class GroupWatch:
     _recorders: weakref.ref[Callable[[], tuple[Recorder, ...]]] | None = None
 
     def __call__(self, recorder: Recorder) -> None:
-        """Watch ``recorder`` from now on, while the group is still being created."""
-        self._made.append(recorder)
+        """Watch ``recorder`` from now on; once the group is created, as long as the group tells of it."""
+        if self._recorders is None:
+            self._made.append(recorder)
+        MONITOR.notice(recorder, self.operation_limit_s())
 
     def created(self, recorders: Callable[[], tuple[Recorder, ...]]) -> None:
         """The group is made: watch what ``recorders``, a method of what the group holds, returns from now on."""

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from sglang_fl.comm.dumps import DumpError, dump_calls
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
 from sglang_fl.comm.monitor.board import Board
 from sglang_fl.comm.monitor.ending import end_process
@@ -29,6 +30,7 @@ ABORT_LIMIT_S = 2.0
 DUMP_LIMIT_S = 2.0
 EXPLAIN_LIMIT_S = 2.0
 LEAVE_LIMIT_S = 0.5
+LINGER_S = 1.0
 _AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the earlier
 
 
@@ -75,9 +77,11 @@ class Monitor:
                 self._thread = threading.Thread(target=self._run, name="sglang_fl-monitor", daemon=True)
                 self._thread.start()
 
-    def look(self) -> None:
-        """Take notice of recorders that groups have made since the last tick."""
-        self._refresh()
+    def notice(self, recorder: Recorder, limit_s: float) -> None:
+        """Watch a recorder that a group has just made; the group must tell of it by the next tick."""
+        with self._changing:
+            if self._thread is not None and recorder not in self._watched:
+                self._watched[recorder] = self._new(recorder, limit_s)
 
     def watched(self) -> list[Watched]:
         """What is watched now."""
@@ -91,14 +95,8 @@ class Monitor:
         if self._world is dist.group.WORLD:
             return
         self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        store: Any = _get_default_store()
-        try:
-            self._board = Board(store.clone(), self._rank)
-        except RuntimeError as error:
-            self._board = None
-            logger.warning("[sglang_fl] monitor: this store has no second client, no peer is told: %s", error)
-        else:
-            self._board.start()
+        self._board = Board(_get_default_store(), self._rank)
+        self._board.start()
         self._peers = Peers(self._rank, self._board)
 
     def _run(self) -> None:
@@ -193,6 +191,7 @@ class Monitor:
             self._board.tell(watched.key, verdict)
         text = verdict.text(dump=watched.dump)
         if not watched.is_host:
+            self._linger()
             end_process(text)
         logger.error("[sglang_fl] %s", text)
         watched.recorder.refuse(text)
@@ -234,8 +233,7 @@ class Monitor:
     def _cause(self, watched: Watched, call: RecordedCall) -> Verdict | None:
         waited_s = time.time() - call.time_in_s
         pending = Pending(call.number, call.number, waited_s)
-        if self._board is not None:
-            self._board.ask((rank for rank in watched.recorder.ranks if rank != self._rank), [watched.key])
+        self._peers.read(watched.recorder.ranks, watched.key)
         return self._verdict(watched, pending, time.monotonic(), has_failed=True)
 
     def _leave(self) -> None:
@@ -243,6 +241,13 @@ class Monitor:
         self._stop.set()
         if self._board is not None:
             self._board.leave(LEAVE_LIMIT_S)
+        if FAILED or (self._board is not None and self._board.has_concluded):
+            self._linger()
+
+    def _linger(self) -> None:
+        """The store mostly lives in rank 0: the others shall read what was told before it goes."""
+        if self._rank == 0:
+            time.sleep(LINGER_S)
 
     def after_fork(self) -> None:
         """A fork has none of the threads, and watches nothing yet."""

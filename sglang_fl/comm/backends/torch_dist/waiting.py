@@ -10,6 +10,7 @@ from sglang_fl.comm.errors import CommError
 
 _SLICE_S = 0.25
 _SLICE = timedelta(seconds=_SLICE_S)
+_SHORTEST_S = 0.01  # to torch, less than a millisecond is no limit at all
 
 
 class Waiting:
@@ -44,7 +45,7 @@ class Waiting:
             CommError: it failed, or was not done within the limit.
         """
         try:
-            work.wait(timedelta(seconds=self.limit_s))
+            work.wait(timedelta(seconds=max(_SHORTEST_S, self.limit_s)))
         except RuntimeError as error:
             raise _failed(error) from error
 
@@ -57,7 +58,7 @@ class Waiting:
             if left_s <= 0:
                 raise CommError(f"torch.distributed: not done within {self.limit_s:g} s") from error
             try:
-                work.wait(timedelta(seconds=min(_SLICE_S, left_s)))
+                work.wait(timedelta(seconds=max(_SHORTEST_S, min(_SLICE_S, left_s))))
             except RuntimeError as again:
                 error = again
             else:

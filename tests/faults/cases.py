@@ -1,0 +1,76 @@
+"""The cases of the matrix: what happens to one rank, where, and what the others must say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+CREATION_LIMIT_S = 4.0
+LIMIT_S = 2.0
+ALLOWANCE_S = 2.0
+LARGE = 16 * 2**20  # elements of float32: 64 MiB
+
+
+class Fault(str, Enum):
+    """What happens to the rank."""
+
+    KILL = "kill -9"
+    STOP = "SIGSTOP"
+    RAISE = "exception"
+
+
+class Point(str, Enum):
+    """Where in the life of the group it happens."""
+
+    BEFORE_CREATION = "before creation"
+    DURING_CREATION = "during creation"
+    IN_ALL_REDUCE = "in the middle of a 64 MiB all_reduce"
+    BETWEEN_CALLS = "between calls"
+    IN_GROUP = "inside a group"
+    IN_TRANSFER = "in a point-to-point"
+
+    @property
+    def is_creation(self) -> bool:
+        """Whether there is no group yet."""
+        return self in (Point.BEFORE_CREATION, Point.DURING_CREATION)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault at one point in a world of ``size`` ranks on one backend; ``victim`` is the rank that it happens to."""
+
+    backend: str
+    size: int
+    fault: Fault
+    point: Point
+    victim: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}, {self.size} ranks, {self.fault.value} of rank {self.victim} {self.point.value}"
+
+    @property
+    def survivors(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in range(self.size) if rank != self.victim]
+
+    @property
+    def limit_s(self) -> float:
+        """Within which, and two seconds, the others must have ended."""
+        return CREATION_LIMIT_S if self.point.is_creation else LIMIT_S
+
+
+# What the others say of the rank. Where the rank that holds torch.distributed's store is gone, nobody can tell whether
+# it said anything before.
+ABSENCE = {
+    Fault.KILL: r"was killed or crashed|has ended",
+    Fault.STOP: r"is stopped \(SIGSTOP, a debugger\)",
+    Fault.RAISE: r"ended by itself; its log may hold an error|has ended",
+}
+
+# How the call is named.
+CALLS = {
+    Point.IN_ALL_REDUCE: rf"all_reduce float32\[{LARGE}\]",
+    Point.BETWEEN_CALLS: r"all_reduce float32\[5\]",
+    Point.IN_GROUP: r"(group_end|send|recv)[^:]*",
+    Point.IN_TRANSFER: r"(recv float32\[7\] rank \d|all_reduce float32\[3\])",
+}
