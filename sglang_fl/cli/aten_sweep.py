@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).resolve().parents[1] / "aten" / "data"
 SHAPES = DATA / "qwen2.5-0.5b.json"
+HOST_SHAPES = DATA / "qwen2.5-0.5b-host.json"
+PROBES = DATA / "probes.json"
 TABLE, PARTIAL, PLOT, REPORT = "sweep.csv", "partial.jsonl", "sweep.png", "excluded.txt"
 
 
@@ -19,8 +21,9 @@ TABLE, PARTIAL, PLOT, REPORT = "sweep.csv", "partial.jsonl", "sweep.png", "exclu
 @click.option(
     "--shapes",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=SHAPES,
-    help="The recorded calls; by default those of a Qwen2.5-0.5B shape that come with the package.",
+    multiple=True,
+    help="Recorded calls, may be given more than once; by default those of a Qwen2.5-0.5B shape that come with the "
+    "package: with SGLang's own kernels on an NVIDIA GPU, without (recorded on the host), and probes of rarer calls.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the results; a started sweep goes on."
@@ -36,9 +39,15 @@ TABLE, PARTIAL, PLOT, REPORT = "sweep.csv", "partial.jsonl", "sweep.png", "exclu
     metavar="YAML",
     help="Instead: put the operators that the table --table found good into this platform's YAML, and end.",
 )
-@click.option("--table", type=click.Path(path_type=Path, dir_okay=False), help="With --write-list: a sweep.csv.")
+@click.option(
+    "--table",
+    "tables",
+    type=click.Path(path_type=Path, dir_okay=False),
+    multiple=True,
+    help="With --write-list: a sweep.csv. With --out: measure nothing, make one table of these.",
+)
 def command(
-    shapes: Path,
+    shapes: tuple[Path, ...],
     out: Path | None,
     operators: str | None,
     limit_s: float,
@@ -46,7 +55,7 @@ def command(
     record: str | None,
     device: str,
     write_list: Path | None,
-    table: Path | None,
+    tables: tuple[Path, ...],
 ) -> None:
     """Measure each operator that FlagGems replaces, on recorded calls, against PyTorch's own.
 
@@ -57,30 +66,37 @@ def command(
     if record is not None:
         _record(record, device, shapes)
     elif write_list is not None:
-        _write_list(table, write_list)
+        _write_list(tables, write_list)
     elif out is None:
         raise click.UsageError("--out DIR is missing: where the table is written")
+    elif tables:
+        _merge(tables, out)
     else:
-        _sweep(shapes, out, operators, limit_s, case_limit_s)
+        _sweep(shapes or (SHAPES, HOST_SHAPES, PROBES), out, operators, limit_s, case_limit_s)
 
 
-def _record(model: str, device: str, shapes: Path) -> None:
+def _record(model: str, device: str, files: tuple[Path, ...]) -> None:
+    if len(files) != 1:
+        raise click.UsageError("--record needs one --shapes FILE: where the calls are written")
+    (shapes,) = files
+    from sglang_fl.aten.sweep import probes
     from sglang_fl.sglang_hooks.aten_shapes import RecordingError, record
 
     try:
-        recorded = record(model, device)
+        recorded = probes.record() if model == probes.MODEL else record(model, device)
     except RecordingError as error:
         raise click.ClickException(str(error)) from error
     recorded.write(shapes)
     click.echo(f"{len(recorded.cases)} different calls of {model} on {device} written to {shapes}")
 
 
-def _write_list(table: Path | None, target: Path) -> None:
+def _write_list(tables: tuple[Path, ...], target: Path) -> None:
     from sglang_fl.aten.sweep.results import Table
     from sglang_fl.aten.sweep.yaml_list import ListError, write_list
 
-    if table is None:
-        raise click.UsageError("--write-list needs --table: the sweep.csv that the list comes from")
+    if len(tables) != 1:
+        raise click.UsageError("--write-list needs one --table: the sweep.csv that the list comes from")
+    (table,) = tables
     try:
         names = write_list(target, Table.read(table), table.name)
     except (OSError, ListError) as error:
@@ -88,20 +104,34 @@ def _write_list(table: Path | None, target: Path) -> None:
     click.echo(f"{len(names)} operators written to {target}: {', '.join(names)}")
 
 
-def _sweep(shapes: Path, out: Path, operators: str | None, limit_s: float, case_limit_s: float) -> None:
+def _merge(tables: tuple[Path, ...], out: Path) -> None:
+    from sglang_fl.aten.sweep.results import Table
+
+    try:
+        merged = Table.merged([Table.read(table) for table in tables])
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+    out.mkdir(parents=True, exist_ok=True)
+    merged.write(out / TABLE)
+    _report(merged, out)
+
+
+def _sweep(shapes: tuple[Path, ...], out: Path, operators: str | None, limit_s: float, case_limit_s: float) -> None:
     from sglang_fl.aten.gems import GemsError, load
-    from sglang_fl.aten.sweep.cases import CaseFileError, read_cases
+    from sglang_fl.aten.sweep.cases import CaseFileError, merge_cases, read_cases
     from sglang_fl.aten.sweep.origin import describe
     from sglang_fl.aten.sweep.results import Table, sort_results
     from sglang_fl.aten.sweep.run import Limits, SweepError, choose, run
 
     try:
-        recorded = read_cases(shapes)
+        recorded = merge_cases([read_cases(file) for file in shapes])
         gems = load()
         only = [name.strip() for name in operators.split(",")] if operators else None
         jobs = choose(recorded.cases, gems, only)
         if not jobs:
-            raise click.ClickException(f"{shapes} holds no call of an operator that FlagGems {gems.version} replaces")
+            raise click.ClickException(
+                f"{', '.join(map(str, shapes))}: no call of an operator that FlagGems {gems.version} replaces"
+            )
         out.mkdir(parents=True, exist_ok=True)
         click.echo(f"{len(jobs)} calls of {len({job.function for job in jobs})} operators, FlagGems {gems.version}")
         results, _ = run(jobs, out / PARTIAL, Limits(limit_s, case_limit_s), click.echo)

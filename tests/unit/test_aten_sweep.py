@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, read_cases
+from sglang_fl.aten.sweep import probes
+from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, merge_cases, read_cases
 from sglang_fl.aten.sweep.errors import compare
 from sglang_fl.aten.sweep.inputs import Call
 from sglang_fl.aten.sweep.recorder import Recorder
-from sglang_fl.aten.sweep.results import ALLOWED_RATIO, Result, Table, sort_results
-from sglang_fl.aten.sweep.run import NOT_REACHED, Job, Limits, SweepError, run
+from sglang_fl.aten.sweep.results import ALLOWED_RATIO, NOT_REACHED, Result, Table, sort_results
+from sglang_fl.aten.sweep.run import Job, Limits, SweepError, run
 from sglang_fl.aten.sweep.yaml_list import ListError, write_list
-from sglang_fl.cli.aten_sweep import SHAPES
+from sglang_fl.cli.aten_sweep import HOST_SHAPES, PROBES, SHAPES
 from sglang_fl.config.yaml_file import read_yaml
 
 CPU = torch.device("cpu")
@@ -95,7 +97,8 @@ class TestInputs:
 
     def test_every_recorded_call_can_be_made_again_and_equals_itself(self) -> None:
         """Given the recording of the package, when each small call is made twice, then both results are the same."""
-        cases = [case for case in read_cases(SHAPES).cases if sum_of_sizes(case) < 1 << 17]
+        recorded = merge_cases([read_cases(path) for path in (SHAPES, HOST_SHAPES, PROBES)])
+        cases = [case for case in recorded.cases if sum_of_sizes(case) < 1 << 17]
         assert len(cases) > 50
         for case in cases:
             call = Call(case, CPU)
@@ -218,6 +221,58 @@ class TestRule:
         assert [row.verdict() for row in read.results] == [row.verdict() for row in rows]
         assert read.verified() == ["cat"]
         assert read.call_share() == (2, 6)
+
+
+class TestMerging:
+    """Several recordings, and several tables."""
+
+    def test_recordings_keep_their_phases_apart(self) -> None:
+        """Given a call in two recordings, when merged, then it is one case, the host's phase by another name."""
+        own, host = (
+            CaseFile({"device": device}, [Case("relu", [tensor_of(4, low)], {}, {"decode_1": count})])
+            for device, low, count in (("NVIDIA H200", 0, 2), ("host", -1, 3))
+        )
+        merged = merge_cases([own, host])
+        (case,) = merged.cases
+        assert case.phases == {"decode_1": 2, "empty_decode_1": 3}
+        assert case.args[0]["tensor"]["low"] == -1
+        assert merged.origin == {"device": "NVIDIA H200 and host"}
+
+    def test_the_slower_measurement_of_a_call_counts(self) -> None:
+        """Given two tables, when merged, then an operator must be good in both, and shares are of the own recording."""
+        own = Table(ORIGIN | {"recorded_on": "NVIDIA H200"}, [result("cat", phases="decode_1:2", ratio=0.9)])
+        host = Table(
+            ORIGIN | {"recorded_on": "host"},
+            [result("cat", phases="decode_1:5", ratio=1.5), result("relu", phases="decode_1:7")],
+        )
+        for tables in ([own, host], [host, own]):
+            merged = Table.merged(tables)
+            assert merged.verified() == ["relu"]
+            cat = next(row for row in merged.results if row.function == "cat")
+            assert (cat.ratio, cat.calls, cat.phases) == (1.5, 7, "decode_1:2 empty_decode_1:5")
+            assert merged.call_share() == (0, 2)
+
+    def test_a_probe_is_judged_by_its_values_alone(self) -> None:
+        """Given probes, when one is wrong, then its operator is excluded; one that is right is no measurement."""
+        untimed = {"how": "not timed", "ratio": math.nan, "phases": "probe:1"}
+        probed = Table(ORIGIN, [result("cat", **untimed), result("arange", gems_error=50.0, **untimed)])
+        timed = Table(ORIGIN, [result("cat", phases="decode_1:1"), result("arange", phases="decode_1:1")])
+        # The same call, recorded and probed, has a time.
+        assert Table.merged([probed, timed]).verified() == Table.merged([timed, probed]).verified()
+        other = Table(ORIGIN, [replace(row, call=f"{row.call} probe") for row in probed.results])
+        assert other.verified() == []
+        assert Table.merged([timed, other]).verified() == ["cat"]
+
+    def test_the_probes_of_the_package_are_those_of_the_snippets(self) -> None:
+        """Given the stored probes, when the snippets run again, then they make the same calls."""
+        assert [case.key for case in read_cases(PROBES).cases] == [case.key for case in probes.record().cases]
+        assert {case.operator.partition(".")[0] for case in read_cases(PROBES).cases} == set(probes.SNIPPETS)
+
+    def test_what_was_not_reached_is_not_wrong(self) -> None:
+        """Given a case that the time limit left out, then it is excluded, and not called wrong."""
+        table = Table(ORIGIN, [result("mm", failure=NOT_REACHED)])
+        assert table.wrong() == []
+        assert table.verified() == []
 
 
 class TestWriteList:
@@ -349,9 +404,16 @@ def sum_of_sizes(case: Case) -> int:
     return sum(math.prod(item["tensor"]["shape"]) for item in case.args if isinstance(item, dict) and "tensor" in item)
 
 
+def tensor_of(size: int, low: int) -> dict[str, object]:
+    """A float tensor in a case's notation."""
+    return {
+        "tensor": {"shape": [size], "stride": [1], "dtype": "float32", "device": "accelerator", "low": low, "high": 1}
+    }
+
+
 def result(function: str, **changes: object) -> Result:
     """A good result, with changes."""
     values: dict[str, object] = {
         "reference": "float64", "torch_error": 1.0, "gems_error": 1.0, "allowed_error": 2.0, "ratio": 1.0, "calls": 2,
     }  # fmt: skip
-    return Result(function, function, f"{function}()", "", **(values | changes))  # type: ignore[arg-type]
+    return Result(function, function, f"{function}()", **({"phases": ""} | values | changes))  # type: ignore[arg-type]

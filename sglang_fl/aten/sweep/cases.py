@@ -14,6 +14,10 @@ import torch
 # Where a recorded tensor or a device argument is put again: on the accelerator, or on the host as it was.
 ACCELERATOR, HOST = "accelerator", "cpu"
 _BOUNDS = {"low", "high"}
+# Phases of a recording on the host: SGLang as it runs on a chip for which it has no kernels of its own.
+EMPTY_INSTALL = "empty_"
+# The phase of calls whose values are judged, and not their time.
+PROBE = "probe"
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -78,6 +82,25 @@ def read_cases(path: Path) -> CaseFile:
         raise CaseFileError(
             f"{path} is no file of recorded calls ({error}). Make it with aten-sweep --record."
         ) from error
+
+
+def merge_cases(files: Sequence[CaseFile]) -> CaseFile:
+    """One file of several recordings; the phases of one that was made on the host begin with EMPTY_INSTALL."""
+    merged: dict[str, Case] = {}
+    for file in files:
+        prefix = EMPTY_INSTALL if file.origin.get("device") == "host" else ""
+        for case in file.cases:
+            known = merged.setdefault(case.key, Case(case.operator, case.args, case.kwargs))
+            widen([known.args, known.kwargs], [case.args, case.kwargs])
+            for phase, count in case.phases.items():
+                known.phases[prefix + phase] = known.phases.get(prefix + phase, 0) + count
+    return CaseFile(merge_origins([file.origin for file in files]), [merged[key] for key in sorted(merged)])
+
+
+def merge_origins(origins: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What several recordings or tables were made on; where they differ, all of it."""
+    names = dict.fromkeys(name for origin in origins for name in origin)
+    return {name: " and ".join(dict.fromkeys(origin[name] for origin in origins if name in origin)) for name in names}
 
 
 def encode(value: Any, describe: Callable[[torch.Tensor], dict[str, Any]]) -> Any:

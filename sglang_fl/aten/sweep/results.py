@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_fl.aten.sweep.cases import Case
+from sglang_fl.aten.sweep.cases import EMPTY_INSTALL, PROBE, Case, merge_origins
 from sglang_fl.aten.sweep.errors import Errors
-from sglang_fl.aten.sweep.timing import Times
+from sglang_fl.aten.sweep.timing import NOT_TIMED, Times
 
 # An operator is left to PyTorch if on any recorded shape its GPU time is more than so many times PyTorch's.
 ALLOWED_RATIO = 1.02
+NOT_REACHED = "not measured: the time limit was reached"
 # Beyond so many times the allowed error a value is wrong, not rounded otherwise: profile full leaves it out as well.
 WRONG_FACTOR = 100.0
 
@@ -25,8 +27,8 @@ class Result:
 
     operator: the ATen operator. function: FlagGems' name of it, which lists hold. call: shapes and dtypes. phases:
     phase and number of calls. failure: why there are no numbers. own_failure: PyTorch's own call could not be made
-    again, so the case says nothing. how: ``graph`` or ``eager``. first_call_s: seconds of the first calls, with
-    compilation.
+    again, so the case says nothing. how: ``graph``, ``eager`` or ``not timed`` (probes). first_call_s: seconds of the
+    first calls, with compilation.
     """
 
     operator: str
@@ -79,9 +81,14 @@ class Result:
             first_call_s=round(first_call_s, 2),
         )
 
+    def counts(self) -> dict[str, int]:
+        """Phase to number of calls."""
+        pairs = (entry.rpartition(":") for entry in self.phases.split())
+        return {phase: int(count) for phase, _, count in pairs}
+
     def is_wrong(self) -> bool:
         """Whether FlagGems' kernel failed where PyTorch's did not, or its values are no rounding of the right ones."""
-        if self.own_failure:
+        if self.own_failure or self.failure == NOT_REACHED:
             return False
         return bool(self.failure) or self.gems_error > WRONG_FACTOR * self.allowed_error
 
@@ -97,7 +104,7 @@ class Result:
             return (
                 f"error {self.gems_error:.3g}, PyTorch's own {self.torch_error:.3g}, allowed {self.allowed_error:.3g}"
             )
-        if not self.ratio <= ALLOWED_RATIO:
+        if self.how != NOT_TIMED and not self.ratio <= ALLOWED_RATIO:
             return f"GPU time {self.ratio:.3f} x PyTorch's"
         return ""
 
@@ -127,10 +134,24 @@ class Table:
             origin = dict(item.split("=", 1) for item in head.split("; "))
             return cls(origin, [_from_row(row) for row in csv.DictReader(file)])
 
+    @classmethod
+    def merged(cls, tables: Sequence[Table]) -> Table:
+        """One table of several sweeps; of a call that more than one measured, the slower measurement."""
+        rows: dict[tuple[str, str], Result] = {}
+        for table in tables:
+            prefix = EMPTY_INSTALL if table.origin.get("recorded_on") == "host" else ""
+            for result in table.results:
+                phases = Counter({prefix + phase: count for phase, count in result.counts().items()})
+                known = rows.get((result.operator, result.call))
+                slower = result if known is None or known.how == NOT_TIMED or result.ratio > known.ratio else known
+                total = phases + Counter({} if known is None else known.counts())
+                rows[result.operator, result.call] = replace(slower, phases=_words(total), calls=total.total())
+        return cls(merge_origins([table.origin for table in tables]), sort_results(rows.values()))
+
     def verified(self) -> list[str]:
         """FlagGems' names of the operators that no case excludes, sorted: what profile verified replaces."""
         excluded = self.excluded()
-        measured = {result.function for result in self.results if not result.own_failure}
+        measured = {result.function for result in self.results if not result.own_failure and result.how != NOT_TIMED}
         return sorted(measured - excluded.keys())
 
     def wrong(self) -> list[str]:
@@ -147,10 +168,15 @@ class Table:
         return found
 
     def call_share(self) -> tuple[int, int]:
-        """Recorded calls that the verified operators take, and all recorded calls that FlagGems has a kernel for."""
+        """Recorded calls that the verified operators take, and all recorded calls that FlagGems has a kernel for.
+
+        Those of the platform's own recording, where the table holds one.
+        """
         verified = set(self.verified())
-        mine = sum(result.calls for result in self.results if result.function in verified)
-        return mine, sum(result.calls for result in self.results)
+        own = [_own_calls(result) for result in self.results]
+        calls = own if any(own) else [result.calls for result in self.results]
+        mine = sum(count for result, count in zip(self.results, calls, strict=True) if result.function in verified)
+        return mine, sum(calls)
 
 
 COLUMNS = [column.name for column in fields(Result)]
@@ -163,14 +189,21 @@ _CONVERSIONS: dict[str, Callable[[str], Any]] = {
 
 
 def _about(case: Case, function: str) -> dict[str, Any]:
-    phases = " ".join(f"{phase}:{count}" for phase, count in sorted(case.phases.items()))
     return {
         "operator": case.operator,
         "function": function,
         "call": case.describe(),
-        "phases": phases,
+        "phases": _words(case.phases),
         "calls": case.calls,
     }
+
+
+def _words(phases: Mapping[str, int]) -> str:
+    return " ".join(f"{phase}:{count}" for phase, count in sorted(phases.items()))
+
+
+def _own_calls(result: Result) -> int:
+    return sum(count for phase, count in result.counts().items() if not phase.startswith((EMPTY_INSTALL, PROBE)))
 
 
 def _cell(value: Any) -> str:

@@ -14,13 +14,12 @@ from typing import Any
 
 from sglang_fl.aten.gems import Gems
 from sglang_fl.aten.sweep.cases import Case
-from sglang_fl.aten.sweep.results import Result
+from sglang_fl.aten.sweep.results import NOT_REACHED, Result
 
 # FlagGems tries many configurations of these on the first call of each shape, so they come last.
 SLOW_TO_COMPILE = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "sort", "topk")
 _POLL_S = 0.1
 _WORKER = (sys.executable, "-m", "sglang_fl.aten.sweep.worker")
-NOT_REACHED = "not measured: the time limit was reached"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -43,6 +44,8 @@ class Times:
     gems_host_us: float
 
 
+NOT_TIMED = "not timed"
+UNTIMED = Times(NOT_TIMED, math.nan, math.nan, math.nan, (math.nan, math.nan), 0, math.nan, math.nan)
 NOTHING_RUNS = Times("empty", 0.0, 0.0, 1.0, (1.0, 1.0), 0, 0.0, 0.0)
 
 

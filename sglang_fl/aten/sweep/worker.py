@@ -19,11 +19,11 @@ from typing import Any, TextIO
 import torch
 
 from sglang_fl.aten.gems import Entry, Gems, load, replaced
-from sglang_fl.aten.sweep.cases import Case
+from sglang_fl.aten.sweep.cases import PROBE, Case
 from sglang_fl.aten.sweep.errors import compare
 from sglang_fl.aten.sweep.inputs import Call
 from sglang_fl.aten.sweep.results import Result
-from sglang_fl.aten.sweep.timing import NOTHING_RUNS, measure
+from sglang_fl.aten.sweep.timing import NOTHING_RUNS, UNTIMED, measure
 
 BROKEN_DEVICE = 3
 _Context = Callable[[], AbstractContextManager[None]]
@@ -68,7 +68,10 @@ def _run(case: Case, entries: dict[str, Entry], gems: Gems, device: torch.device
         errors = compare(call, own, other)
         is_empty = all(tensor.numel() == 0 for tensor in own)
         del own, other
-        times = NOTHING_RUNS if is_empty else measure(call.repeat(), context)
+        if set(case.phases) == {PROBE}:
+            times = UNTIMED
+        else:
+            times = NOTHING_RUNS if is_empty else measure(call.repeat(), context)
     except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
         return Result.failed(case, entry.name, f"raised {_text(error)}")
     return Result.of(case, entry.name, errors, times, first_s)
