@@ -14,7 +14,7 @@ import torch
 from sglang_fl.comm import metrics
 from sglang_fl.comm.agreement import Agreed, agree, compare
 from sglang_fl.comm.audit import AuditWriter, HookClock, TimedTransport
-from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.communicator import OPERATION_TIMEOUT_S, CommunicatorFL, group_context
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
@@ -22,10 +22,12 @@ from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.memory import in_words
 from sglang_fl.comm.monitor import begin
 from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.replays import GraphReplays
 from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import CommMode, Settings
 from sglang_fl.selection import Kind
+from sglang_fl.sglang_hooks import graphs
 from sglang_fl.sglang_hooks.native import NativeTransport
 from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead, foreign
 
@@ -111,6 +113,12 @@ class Groups:
             Hook(f"{PARALLEL_STATE}.init_model_parallel_group", self._after_init_group, HookKind.AFTER),
             Hook(f"{PARALLEL_STATE}.initialize_model_parallel", self._after_initialize, HookKind.AFTER),
         ]
+
+    def graph_hooks(self) -> list[Hook]:
+        """Hooks that make each replay of a graph a recorded call; none where calls are not recorded."""
+        if not self.settings.comm.record:
+            return []
+        return graphs.hooks(GraphReplays(lambda: self._operation_limit_s() or OPERATION_TIMEOUT_S))
 
     def _after_init_world_group(
         self, result: Any, ranks: Any, local_rank: Any, backend: Any, recovered_rank: bool = False
