@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md: each message that it explains is one that the code can print; the steps are the program's."""
+"""docs/troubleshooting.md: each message that it explains is one that the code can print; its numbers are right."""
 
 from __future__ import annotations
 
