@@ -14,6 +14,10 @@
 
 #include "flagcx_shim.h"
 
+#ifndef RING_PAUSE /* a test lets readers in while an entry is half written */
+#define RING_PAUSE() ((void)0)
+#endif
+
 struct recorded_call {
   _Alignas(64) _Atomic uint64_t number; /* one cache line each */
   _Atomic uint64_t count;
@@ -62,11 +66,16 @@ static inline struct call ring_enter(struct call_ring *ring, enum sglang_fl_flag
                                      int32_t dtype, uint64_t count, int32_t peer, uintptr_t stream) {
   const uint64_t number = atomic_fetch_add_explicit(&ring->entered, 1, memory_order_relaxed) + 1;
   struct recorded_call *call = &ring->calls[number & (ring->size - 1)];
-#ifndef PLANT_TORN_ENTRY
+#ifndef PLANT_TORN /* what the ring's test must find */
   atomic_store_explicit(&call->number, 0, memory_order_relaxed);
 #endif
+#ifdef PLANT_RACE /* what the thread sanitizer must find */
+  *(uint64_t *)&call->count = count;
+#else
   atomic_store_explicit(&call->count, count, memory_order_release);
+#endif
   atomic_store_explicit(&call->stream, stream, memory_order_release);
+  RING_PAUSE();
   atomic_store_explicit(&call->time_in_ns, epoch_ns(), memory_order_release);
   atomic_store_explicit(&call->time_out_ns, 0, memory_order_release);
   atomic_store_explicit(&call->operation, (int32_t)operation, memory_order_release);
