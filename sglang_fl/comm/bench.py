@@ -1,15 +1,35 @@
 """Benchmark of the communication layer in nccl-tests' columns, all backends beside each other in one run.
 
+Examples:
     torchrun --nproc-per-node 2 -m sglang_fl.comm.bench -b 1K -e 64M -f 4
     torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --op all_gather,reduce_scatter --backends flagcx,nccl --graph
+    torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --json before.json --plot before.png
     python -m sglang_fl.comm.bench --compare before.json after.json
+    torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --tune routes.yaml -d bfloat16 -b 1K -e 256M --graph
+    SGLANG_FL_CONFIG=routes.yaml python -m sglang.launch_server ...
+
+What the columns say
 
 size: bytes of the whole operation; for all_gather, reduce_scatter and gather that of all ranks' shares together,
 count is then one share. time: of one call, median of the cycles, of the slowest rank; the calls of a cycle follow each
 other without waiting. algbw: size / time. busbw: algbw times the factor of nccl-tests' PERFORMANCE.md, comparable with
 the speed of a link. all_reduce and broadcast work in place: out of place is a copy and the call. With --graph each
-line comes twice, eager and from within a CUDA graph that holds all calls of a cycle. Exit code 0; 1 if a result was
-wrong, a named backend cannot be used, or something could not be run.
+line comes twice, eager and from within a CUDA graph that holds all calls of a cycle.
+
+--compare
+Two files of --json, such as before and after an update, row by row: a row is called faster or slower if it is so by
+more than 5% in the median and every cycle of one file lies on one side of every cycle of the other; else the
+difference is noise.
+
+--tune
+Measures all_reduce (in place), all_gather and reduce_scatter (out of place) on every backend and writes which one is
+to carry which size, as a settings file for mode fastest. The rule: from the smallest size to the largest, the group's
+backend carries a call until another is faster by more than 5% in the median and in every cycle; from then on that
+one, by the same rule. Routes do not tell dtypes apart: choose -d as your model's. Measure on the hosts and with the
+number of ranks that will serve. SGLang's own methods (native) exist inside SGLang only: native routes of your
+settings stay in front, unmeasured.
+
+Exit code 0; 1 if a result was wrong, a named backend cannot be used, or something could not be run.
 """
 
 from __future__ import annotations
@@ -24,8 +44,9 @@ from pathlib import Path
 import torch
 
 from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.tools import plot, record, table
+from sglang_fl.comm.tools import plot, record, table, tune
 from sglang_fl.comm.tools.bench_operations import OPERATIONS, Operation, Prepared, Setup
 from sglang_fl.comm.tools.candidates import known_names, opened
 from sglang_fl.comm.tools.launch import Launch, launched
@@ -33,8 +54,11 @@ from sglang_fl.comm.tools.measure import Counts, Mode, Result, count_wrong, samp
 from sglang_fl.comm.tools.sizes import parse_size, scan, seconds
 from sglang_fl.comm.tools.watch import Watch
 from sglang_fl.config import SettingsError
+from sglang_fl.config.route_type import OPERATIONS as ROUTABLE
+from sglang_fl.selection import Kind
 
 FAILED = 1
+DEFAULT = ("all_reduce",)
 
 
 @dataclass(frozen=True)
@@ -53,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.compare:
             print(table.COMPARISON_HEAD)
-            for pair in table.compared(*options.compare):
+            pairs = list(table.compared(*options.compare))
+            for pair in pairs:
                 print(pair)
-            return 0
+            print(table.summary(pairs))
+            return FAILED if any(pair.is_wrong for pair in pairs) else 0
         with launched(options.device, options.timeout) as launch, Watch(launch.place.rank, options.timeout) as watch:
             is_right = run(launch, options, watch)
             launch.exchange("end", None)
@@ -76,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names = ", ".join(OPERATIONS)
     add = parser.add_argument
-    add("--op", type=_operations, default="all_reduce", metavar="NAMES", help=f"all, or some of {names}")
+    add("--op", type=_operations, metavar="NAMES", help=f"all, or some of {names}; default all_reduce")
     add("-b", "--minbytes", type=_size, default="1K", metavar="SIZE", help="smallest size (default 1K)")
     add("-e", "--maxbytes", type=_size, default="16M", metavar="SIZE", help="largest size (default 16M)")
     add("-f", "--stepfactor", type=int, metavar="N", help="from size to size, times N (default 2); not with -i")
@@ -92,10 +118,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--csv", type=Path, metavar="FILE", help="write the table, on rank 0")
     add("--plot", type=Path, metavar="FILE", help="draw time and bus bandwidth over size, on rank 0 (needs matplotlib)")
     add("--compare", type=Path, nargs=2, metavar="FILE", help="show two files of --json beside each other, and stop")
+    add("--tune", type=Path, metavar="FILE", help="write the fastest routes by size as YAML for SGLANG_FL_CONFIG")
     add("--timeout", type=seconds, default=300.0, metavar="S", help="end if nothing moves for so long (default 300)")
     options = parser.parse_args(arguments)
     if options.stepfactor is not None and options.stepbytes is not None:
         parser.error("-f and -i are two ways from size to size; give one of them")
+    if options.op is None:
+        options.op = list(ROUTABLE if options.tune else DEFAULT)
+    if options.tune and set(options.op) - set(ROUTABLE):
+        parser.error(f"--tune is for {', '.join(ROUTABLE)}, which have routes by size; leave --op out or name these")
     try:
         options.sizes = scan(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes)
     except ValueError as error:
@@ -108,6 +139,7 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> bool:
     modes = _modes(launch, options)
     if options.plot is not None:
         plot.load_pyplot()
+    launch.on_first("check the files", lambda: _check_files(options))
     devices = launch.exchange("describe devices", record.describe_device(launch.device))
     versions = ", ".join(f"{name} {text}" for name, text in record.describe_versions().items())
     launch.say(f"# sglang_fl communication benchmark: {versions}")
@@ -123,9 +155,15 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> bool:
             for result in _operation(launch, OPERATIONS[name], communicators, modes, options, watch)
         ]
     _say_end(launch, results)
-    if launch.is_first:
-        _write(options, devices, results)
+    launch.on_first("write the files", lambda: _write(options, devices, results))
+    if options.tune is not None:
+        _tune(launch, options, results)
     return not unusable and bool(results) and not any(result.wrong for result in results)
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    for name in ("json", "csv", "plot", "tune"):
+        record.require_writable(f"--{name}", getattr(options, name))
 
 
 def _modes(launch: Launch, options: argparse.Namespace) -> tuple[Mode, ...]:
@@ -243,6 +281,23 @@ def _write(options: argparse.Namespace, devices: Sequence[str], results: Sequenc
         table.write_csv(results, options.csv)
     if options.plot is not None:
         plot.draw(results, options.plot)
+
+
+def _tune(launch: Launch, options: argparse.Namespace, results: Sequence[Result]) -> None:
+    known = discover_backends().backends
+    own = [known[name] for name in dict.fromkeys(each.backend for each in results) if name in known]
+    tokens = {each.name: (each.name, each.kind.value, f"{Kind.VENDOR.value}:{each.vendor}") for each in own}
+    found = tune.tuned([each for each in results if each.backend in tokens], launch.settings, tokens)
+    versions = ", ".join(f"{name} {text}" for name, text in record.describe_versions().items())
+    origin = [
+        f"{launch.place.world_size} ranks on {launch.host_count} host(s), {launch.device.type}; {versions}",
+        f"{str(options.dtype).removeprefix('torch.')}, {len(options.sizes)} sizes of {options.sizes[0]} to "
+        f"{options.sizes[-1]} bytes, {options.iters} calls a cycle, {options.cycles} cycles, over {', '.join(tokens)}.",
+    ]
+    launch.on_first("write the routes", lambda: tune.write(found, options.tune, launch.settings, origin))
+    for line in tune.describe(found):
+        launch.say(f"# tuned: {line}")
+    launch.say(f"# SGLANG_FL_CONFIG={options.tune} makes these the routes of mode fastest")
 
 
 def _checked(parse_text: Callable[[str], object], text: str) -> object:

@@ -1,13 +1,27 @@
 """Self-test of the communication layer: every operation over every backend, with data that depends on the rank.
 
-    torchrun --nproc-per-node 2 -m sglang_fl.comm.selftest
+Examples:
+    python -m sglang_fl.comm.selftest --quick                            one process: whether it runs at all
+    torchrun --nproc-per-node 2 -m sglang_fl.comm.selftest               every backend that can be used here
     torchrun --nproc-per-node 8 -m sglang_fl.comm.selftest --backend flagcx --quick --json selftest.json
+    torchrun --nproc-per-node 2 -m sglang_fl.comm.selftest --op all_reduce,send
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr A --master-port P -m sglang_fl.comm.selftest
+        the same command on both hosts, with R 0 and 1 and A the first host's address
+        (python -m sglang_fl doctor --nnodes 2 tells that, and whether the network is ready)
 
-One line per operation and backend: cases tried on each rank, elements that were wrong on any rank, seconds. Expected
-values are computed on each rank alone. Without --backend every backend that can be used is tested; one that is
-asked for, by --backend or by SGLANG_FL_DIST_BACKEND or FLAGCX_PATH, must be usable. The settings and the versions of
-all ranks are compared. Exit code 0 if everything was right, 1 if not.
+What is tried
+Each dtype in each shape (empty, scalar, odd, large) and each layout (contiguous, offset, strided, transposed), in
+place and out of place, from each root, around the ring, uneven; on a GPU also within a captured graph. --quick: each
+dtype in two shapes, and each shape and layout in float32. Expected values are computed on each rank alone, and the
+memory around each tensor must stay as it was.
+
+What the lines say
+operation, backend, cases tried on each rank, elements that were wrong on any rank, seconds; below a wrong line the
+first wrong cases with their rank. Settings and versions of all ranks are compared first: what differs is a failure
+that names the ranks. A call that does not move for --timeout seconds ends the run, with the case and the stacks.
+
+Without --backend every backend that can be used is tested; one that is asked for, by --backend or by
+SGLANG_FL_DIST_BACKEND or FLAGCX_PATH, must be usable. Exit code 0 if everything was right, 1 if not.
 """
 
 from __future__ import annotations
@@ -114,6 +128,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> Report:
     """Test what was asked for, and say it on rank 0. All ranks must call it."""
     report = Report()
+    launch.on_first("check the file", lambda: record.require_writable("--json", options.json))
     devices = launch.exchange("describe devices", record.describe_device(launch.device))
     _say_head(launch, devices, options)
     watch.step("compare the ranks")
@@ -137,8 +152,8 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> Report:
     if not report.lines:
         report.failures.append("no backend was tested")
     _say_end(launch, report)
-    if options.json is not None and launch.is_first:
-        record.write(_content(launch, devices, report), options.json)
+    if options.json is not None:
+        launch.on_first("write the file", lambda: record.write(_content(launch, devices, report), options.json))
     return report
 
 

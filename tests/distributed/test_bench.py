@@ -18,9 +18,15 @@ import torch
 
 from sglang_fl.comm import bench
 from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.discovery import discover_backends
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.tools import tune
 from sglang_fl.comm.tools.bench_operations import OPERATIONS
+from sglang_fl.comm.tools.measure import Mode, Result
 from sglang_fl.comm.tools.sizes import parse_size, scan
+from sglang_fl.config import Settings, load_settings
 from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.distributed.groups import communicator_of_all
 
 LIMIT_S = 240
 FEW = ("--iters", "2", "--warmup-iters", "1", "--cycles", "2")
@@ -136,25 +142,6 @@ def test_sizes() -> None:
     assert scan(4, 13, None, 4) == [4, 8, 12]
 
 
-def _record(path: Path, times: dict[str, float]) -> Path:
-    path.write_text(json.dumps({"rows": [{"name": name, "time_us": time} for name, time in times.items()]}))
-    return path
-
-
-def test_two_files_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = _record(tmp_path / "first.json", {"a": 10.0, "b": 2.0, "gone": 1.0})
-    second = _record(tmp_path / "second.json", {"b": 3.0, "a": 5.0})
-    assert bench.main(["--compare", str(first), str(second)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1:] == [["a", "10.00", "5.00", "0.50"], ["b", "2.00", "3.00", "1.50"]]
-    other = _record(tmp_path / "other.json", {"c": 1.0})
-    assert bench.main(["--compare", str(first), str(other)]) == 1
-    assert "have no measurement in common" in capsys.readouterr().err
-    (tmp_path / "broken.json").write_text("{}")
-    assert bench.main(["--compare", str(first), str(tmp_path / "broken.json")]) == 1
-    assert "is no file that this benchmark wrote" in capsys.readouterr().err
-
-
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed, wherever this runs
     code, _, err = run_bench(["--backends", "torch", "-b", "8", "-e", "8", "--plot", str(tmp_path / "plot.png")])
@@ -168,3 +155,264 @@ def test_sizes_of_shares_add_up(world_size: int) -> None:
         count = operation.count(4096, torch.float32.itemsize, world_size)
         size = operation.size_bytes(count, torch.float32.itemsize, world_size)
         assert 4096 - 4 * world_size < size <= 4096
+
+
+# --- two files beside each other ---
+
+
+def _record(path: Path, samples: dict[str, list[float]], wrong: int = 0) -> Path:
+    rows = [{"name": name, "samples": times, "wrong": wrong} for name, times in samples.items()]
+    path.write_text(json.dumps({"rows": rows}))
+    return path
+
+
+def test_two_files_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given two records, then their common rows, each called faster or slower only where the cycles do not overlap."""
+    first = _record(tmp_path / "first.json", {"a": [10.0, 10.2], "b": [2.0, 2.1], "c": [4.0, 6.0], "gone": [1.0]})
+    second = _record(tmp_path / "second.json", {"b": [3.0, 3.3], "a": [5.0, 5.2], "c": [5.0, 9.0]})
+    assert bench.main(["--compare", str(first), str(second)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:4] == [
+        ["a", "10.10", "5.10", "0.50", "faster"],
+        ["b", "2.05", "3.15", "1.54", "slower"],
+        ["c", "5.00", "7.00", "1.40"],
+    ]
+    assert " ".join(lines[4]).startswith("# 3 rows: 1 faster, 1 slower, 1 alike; geometric mean of the ratios 1.03")
+
+
+def test_a_comparison_of_wrong_results_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given a record with a wrong result, then its row says so, whatever its time, and the exit code is 1."""
+    first = _record(tmp_path / "first.json", {"a": [10.0]})
+    second = _record(tmp_path / "second.json", {"a": [1.0]}, wrong=3)
+    assert bench.main(["--compare", str(first), str(second)]) == 1
+    assert "WRONG" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given files without a common row, or that are no records, then one message each."""
+    first, other = _record(tmp_path / "first.json", {"a": [1.0]}), _record(tmp_path / "other.json", {"c": [1.0]})
+    assert bench.main(["--compare", str(first), str(other)]) == 1
+    assert "have no measurement in common" in capsys.readouterr().err
+    for number, content in enumerate(("{}", '{"rows": [{"name": "a", "samples": [], "wrong": 0}]}')):
+        broken = tmp_path / f"broken{number}.json"
+        broken.write_text(content)
+        assert bench.main(["--compare", str(first), str(broken)]) == 1
+        assert "is no file that this benchmark wrote" in capsys.readouterr().err
+
+
+# --- files ---
+
+
+def test_a_plot_is_a_picture(tmp_path: Path) -> None:
+    """Given --plot, then a PNG that is not empty is written; matplotlib is among the tests' requirements."""
+    picture = tmp_path / "folder/plot.png"
+    arguments = ["--backends", "torch", "-b", "8", "-e", "1K", "-f", "8", "--op", "all_reduce,all_gather"]
+    code, out, err = run_bench([*arguments, "--plot", str(picture)])
+    assert code == 0, out + err
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--tune"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(option: str, tmp_path: Path) -> None:
+    """Given a folder as the file, then every rank ends at once with a message that names the option."""
+    code, out, err = run_bench(["-b", "1K", "-e", "1K", option, str(tmp_path)])
+    assert code == 1
+    assert f"{option} {tmp_path} cannot be written" in err
+    assert "# all_reduce" not in out
+
+
+# --- routes by size ---
+
+TOKENS = {"torch": ("torch", "reference", "vendor:"), "chip": ("chip", "vendor", "vendor:chip")}
+
+
+def _results(
+    times: dict[str, list[float]], mode: Mode = Mode.EAGER, op: str = "all_reduce", wrong: str = "", spread: float = 0.0
+) -> list[Result]:
+    """Of each backend a time for 1, 2, 4, ... KiB, in the form that counts and, ten times as long, in the other."""
+    found = []
+    for in_place in (False, True):
+        factor = 1.0 if in_place is (op == "all_reduce") else 10.0
+        for name, own in times.items():
+            for number, time in enumerate(own):
+                samples = tuple(time * factor * each for each in (1.0 - spread, 1.0, 1.0 + spread))
+                size = 1024 << number
+                found.append(
+                    Result(
+                        OPERATIONS[op], name, mode, in_place, size // 4, size, "float32", 2, samples, int(name == wrong)
+                    )
+                )
+    return found
+
+
+def _settings(**variables: str) -> Settings:
+    return load_settings({"SGLANG_FL_DIST_BACKEND": "torch", **variables})
+
+
+def _tuned_text(results: list[Result], **variables: str) -> str:
+    found = tune.tuned(results, _settings(**variables), TOKENS)
+    return ";".join(f"{order.op}={'|'.join(map(str, order.routes))}" for order in found.orders)
+
+
+@pytest.mark.parametrize(
+    ("torch_times", "chip_times", "expected"),
+    [
+        ([10, 10, 10], [5, 5, 20], "all_reduce=chip:2048"),
+        ([10, 10, 10], [20, 5, 5], "all_reduce=torch:1024|chip"),
+        ([10, 10, 10], [5, 5, 5], "all_reduce=chip"),
+        ([10, 10, 10], [20, 20, 20], ""),
+        # By less than the margin: what was in use stays.
+        ([10, 10, 10], [9.8, 9.8, 9.8], ""),
+        ([10, 10, 10], [5, 10.2, 10.2], "all_reduce=chip"),
+        ([10, 10, 10, 10], [20, 5, 20, 5], "all_reduce=torch:1024|chip:2048|torch:4096|chip"),
+    ],
+)
+def test_the_rule(torch_times: list[float], chip_times: list[float], expected: str) -> None:
+    """Given times by size, then a route begins where another backend is clearly faster, and ends as the rule says."""
+    assert _tuned_text(_results({"torch": torch_times, "chip": chip_times})) == expected
+
+
+def test_a_difference_within_the_cycles_spread_is_none() -> None:
+    """Given a median that is better by a fifth and cycles that overlap, then the group's backend stays."""
+    times = {"torch": [10.0, 10.0], "chip": [8.0, 8.0]}
+    assert _tuned_text(_results(times, spread=0.05)) == "all_reduce=chip"
+    assert _tuned_text(_results(times, spread=0.2)) == ""
+
+
+def test_a_backend_with_wrong_results_gets_no_route() -> None:
+    """Given the faster one wrong, then it is left out, and the notes say so."""
+    found = tune.tuned(_results({"torch": [10.0], "chip": [1.0]}, wrong="chip"), _settings(), TOKENS)
+    assert found.orders == ()
+    assert "all_reduce: chip gave wrong results and gets no route" in found.notes
+
+
+def test_captured_calls_have_routes_of_their_own_where_they_differ() -> None:
+    """Given other times within a graph, then the routes say when each holds; given the same, they do not."""
+    eager = _results({"torch": [10, 10], "chip": [5, 20]})
+    same, other = ({"torch": [10, 10], "chip": [5, 20]}, {"torch": [10, 10], "chip": [5, 5]})
+    assert _tuned_text([*eager, *_results(same, Mode.GRAPH)]) == "all_reduce=chip:1024"
+    assert _tuned_text([*eager, *_results(other, Mode.GRAPH)]) == "all_reduce=chip:1024@eager|chip@graph"
+
+
+def test_sglangs_own_routes_stay_in_front() -> None:
+    """Given a native route in the settings, then it is kept, and what it hides is left out."""
+    settings = {"SGLANG_FL_COMM_MODE": "fastest", "SGLANG_FL_COMM_ROUTES": "all_reduce=native:2048"}
+    text = _tuned_text(_results({"torch": [10, 10, 10, 10], "chip": [5, 20, 5, 20]}), **settings)
+    assert text == "all_reduce=native:2048|chip:4096"
+
+
+def test_more_routes_than_may_be_are_made_fewer_by_a_wider_margin(tmp_path: Path) -> None:
+    """Given backends that win in turns, ever more clearly, then at most eight routes, with a note, that can be read."""
+    torch_times = [10.0] * 16
+    chip_times = [10 * (1 + 0.08 * n) ** (1 if n % 2 else -1) for n in range(1, 17)]
+    found = tune.tuned(_results({"torch": torch_times, "chip": chip_times}), _settings(), TOKENS)
+    assert 1 < len(found.orders[0].routes) <= 8
+    assert any("the margin is" in note for note in found.notes)
+    tune.write(found, tmp_path / "routes.yaml", _settings(), [])
+
+
+def test_one_backend_alone_is_nothing_to_choose_from() -> None:
+    """Given one backend, then an error that says what is needed."""
+    with pytest.raises(CommError, match="needs two backends or more to choose between; this run has torch"):
+        tune.tuned(_results({"torch": [1.0]}), _settings(), {"torch": ("torch",)})
+
+
+def test_an_operation_without_routes_cannot_be_tuned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Given --op broadcast with --tune, then a usage error that names those with routes."""
+    with pytest.raises(SystemExit):
+        bench.parse(["--tune", "routes.yaml", "--op", "broadcast"])
+    assert "--tune is for all_gather, all_reduce, reduce_scatter" in capsys.readouterr().err
+
+
+# A backend that is slow beyond 4 KiB and one that is slow up to there; each counts what it carried.
+CHIPS = """
+import time
+from collections import Counter
+from sglang_fl.comm.backends.torch_dist import TorchBackend, TorchTransport
+from sglang_fl.selection import Availability, Kind
+
+CARRIED = Counter()
+LIMIT, DELAY_S = 4096, 0.05
+
+
+class Planted(TorchTransport):
+    is_slow_beyond = False
+
+    def all_reduce(self, tensor):
+        CARRIED[self.name, tensor.nbytes] += 1
+        super().all_reduce(tensor)
+        if (tensor.nbytes > LIMIT) is self.is_slow_beyond:
+            time.sleep(DELAY_S)
+
+
+class PlantedSlowBeyond(Planted):
+    is_slow_beyond = True
+
+
+class Chip(TorchBackend):
+    def __init__(self, name, transport):
+        super().__init__(name, Kind.VENDOR, vendor=name)
+        self.transport = transport
+
+    def probe(self, context):
+        return Availability.yes()
+
+    def create(self, context):
+        return self.transport(self.name, context)
+
+
+def register_comm(registry):
+    registry.register(Chip("small", PlantedSlowBeyond))
+    registry.register(Chip("large", Planted))
+"""
+
+
+def _install_chips(folder: Path) -> None:
+    (folder / "two_chips.py").write_text(CHIPS)
+    information = folder / "two_chips-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: two_chips\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[sglang_fl.comm]\ntwo_chips = two_chips:register_comm\n")
+
+
+def _tune_with_chips(context: RankContext, folder: str, file: str) -> tuple[int, str]:
+    sys.path.insert(0, folder)
+    discover_backends.cache_clear()
+    arguments = ["--op", "all_reduce", "--backends", "large,small", "-b", "1K", "-e", "64K", "-f", "4", "--tune", file]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = bench.main([*arguments, *FEW])
+    return code, out.getvalue()
+
+
+def _call_with_chips(context: RankContext, folder: str) -> tuple[dict[int, str], tuple[str, ...]]:
+    """What carried an all_reduce of each size, and the group's routes in words."""
+    sys.path.insert(0, folder)
+    discover_backends.cache_clear()
+    communicator = communicator_of_all(context)
+    import two_chips  # type: ignore[import-not-found]  # it is written by the test
+
+    carriers = {}
+    for size in (4, 1024, 4096, 4100, 65536, 2**20):
+        two_chips.CARRIED.clear()
+        total = communicator.all_reduce(torch.ones(size // 4))
+        assert total.eq(context.world_size).all()
+        carriers[size] = next(iter(two_chips.CARRIED))[0]
+    return carriers, communicator.routes
+
+
+@pytest.mark.parametrize("base", ["large", "small"])
+def test_what_was_tuned_is_what_carries(base: str, tmp_path: Path) -> None:
+    """Given two backends of which each is slow where the other is fast, when the routes are measured and read back by
+    SGLANG_FL_CONFIG, then each call goes to the fast one, whichever is the group's own."""
+    _install_chips(tmp_path)
+    file = tmp_path / "routes.yaml"
+    order = {"SGLANG_FL_PER_OP": f"communicator=vendor:{base}", "FLAGCX_PATH": None, "SGLANG_FL_DIST_BACKEND": None}
+    outcomes = run_ranks(_tune_with_chips, 2, str(tmp_path), str(file), timeout_s=LIMIT_S, env=order)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    expected = "small:4096" if base == "large" else "small:4096|large"
+    assert f"# tuned: all_reduce: {expected}, else {base}" in outcomes[0][1]
+    environment = {**order, "SGLANG_FL_CONFIG": str(file)}
+    for carriers, routes in run_ranks(_call_with_chips, 2, str(tmp_path), timeout_s=LIMIT_S, env=environment):
+        assert carriers == {4: "small", 1024: "small", 4096: "small", 4100: "large", 65536: "large", 2**20: "large"}
+        assert routes == (f"all_reduce by size: {expected}|else {base}",)

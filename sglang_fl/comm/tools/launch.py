@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,6 +122,22 @@ class Launch:
     def exchange(self, stage: str, value: Any) -> list[Any]:
         """Every rank's ``value``; all ranks must call it."""
         return self.context.exchange(stage, value)
+
+    def on_first(self, stage: str, call: Callable[[], None]) -> None:
+        """``call`` on rank 0; what it raises, all ranks raise, so that none waits. All ranks must call it.
+
+        Raises:
+            CommError: the text of what it raised, an OSError or a CommError.
+        """
+        problem = ""
+        if self.is_first:
+            try:
+                call()
+            except (CommError, OSError) as error:
+                problem = str(error)
+        problem = self.exchange(stage, problem)[0]
+        if problem:
+            raise CommError(problem)
 
     def synchronize(self) -> None:
         """Wait for what is enqueued on the device."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang_fl import __version__
+from sglang_fl.comm.errors import CommError
 
 PACKAGES = ("sglang", "torch", "triton", "flag_gems", "cffi")
 
@@ -65,6 +66,19 @@ def record(devices: Sequence[str], rows: Sequence[dict[str, Any]], **more: Any) 
         **more,
         "rows": list(rows),
     }
+
+
+def require_writable(option: str, path: Path | None) -> None:
+    """Found out before the run, not after it.
+
+    Raises:
+        CommError: ``path`` is a folder, or lies where this user may not write.
+    """
+    if path is None:
+        return
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise CommError(f"{option} {path} cannot be written; name a file in a folder that can be")
 
 
 def write(content: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,20 +84,49 @@ def write_csv(results: Sequence[Result], path: Path) -> None:
         writer.writerows(rows)
 
 
+CHANGE = 0.05  # below it a difference is not called one
+
+
 @dataclass(frozen=True)
 class Pair:
-    """The same measurement in two files."""
+    """The same measurement in two files: a time a cycle, us, and whether a result was wrong in either."""
 
     name: str
-    before_us: float
-    after_us: float
+    before_us: tuple[float, ...]
+    after_us: tuple[float, ...]
+    is_wrong: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Second over first, of the medians."""
+        return statistics.median(self.after_us) / statistics.median(self.before_us)
+
+    @property
+    def verdict(self) -> str:
+        """``faster`` or ``slower`` where the cycles do not overlap and the medians differ by more; else empty."""
+        if self.is_wrong:
+            return "WRONG"
+        if self.ratio > 1 + CHANGE and min(self.after_us) > max(self.before_us):
+            return "slower"
+        if self.ratio < 1 / (1 + CHANGE) and max(self.after_us) < min(self.before_us):
+            return "faster"
+        return ""
 
     def __str__(self) -> str:
-        ratio = self.after_us / self.before_us
-        return f"{self.name:<64}{self.before_us:>12.2f}{self.after_us:>12.2f}{ratio:>8.2f}"
+        before, after = statistics.median(self.before_us), statistics.median(self.after_us)
+        return f"{self.name:<64}{before:>12.2f}{after:>12.2f}{self.ratio:>8.2f}  {self.verdict}".rstrip()
 
 
 COMPARISON_HEAD = f"{'#':<64}{'first (us)':>12}{'second (us)':>12}{'ratio':>8}"
+
+
+def summary(pairs: Sequence[Pair]) -> str:
+    """One line about all of them; at least one."""
+    verdicts = [pair.verdict for pair in pairs]
+    counted = [f"{verdicts.count(word)} {word}" for word in ("faster", "slower", "WRONG") if word in verdicts]
+    mean = statistics.geometric_mean(pair.ratio for pair in pairs)
+    others = verdicts.count("")
+    return f"# {len(pairs)} rows: {', '.join([*counted, f'{others} alike'])}; geometric mean of the ratios {mean:.2f}"
 
 
 def compared(first: Path, second: Path) -> Iterator[Pair]:
@@ -105,18 +135,23 @@ def compared(first: Path, second: Path) -> Iterator[Pair]:
     Raises:
         CommError: one of them is no record of this benchmark, or they have nothing in common.
     """
-    before, after = _times(first), _times(second)
+    before, after = _rows(first), _rows(second)
     common = [name for name in before if name in after]
     if not common:
         raise CommError(f"{first} and {second} have no measurement in common; compare runs of the same arguments")
     for name in common:
-        yield Pair(name, before[name], after[name])
+        (one, one_is_wrong), (other, other_is_wrong) = before[name], after[name]
+        yield Pair(name, one, other, one_is_wrong or other_is_wrong)
 
 
-def _times(path: Path) -> dict[str, float]:
+def _rows(path: Path) -> dict[str, tuple[tuple[float, ...], bool]]:
+    """Name to the cycles' times and whether a result was wrong."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {row["name"]: float(row["time_us"]) for row in content["rows"]}
+        rows = {row["name"]: (tuple(map(float, row["samples"])), bool(row["wrong"])) for row in content["rows"]}
+        if not all(samples and min(samples) > 0 for samples, _ in rows.values()):
+            raise ValueError("a row without times")
+        return rows
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CommError(f"{path} is no file that this benchmark wrote with --json ({reason})") from error
