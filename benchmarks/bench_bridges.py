@@ -72,8 +72,11 @@ def bound(layer: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
     method = Binder("cpu", False).bind(row, layer, layer.forward_cuda, arguments, {})
     if not isinstance(getattr(method, "__self__", None), Owner):
         raise RuntimeError(f"{row.name} was not bridged")
-    if os.environ.get(FAULT_VARIABLE) != FAULT:
+    planted = os.environ.get(FAULT_VARIABLE, "")
+    if not planted:
         return method
+    if planted != FAULT:
+        raise ValueError(f"{FAULT_VARIABLE}={planted}: there is no such fault, only {FAULT}")
     bridged = method
 
     def checking(*args: Any) -> Any:

@@ -172,6 +172,14 @@ def require_live() -> None:
     Raises:
         HookError: names each hook that is not.
     """
+    if not _loaded:
+        logger.warning(
+            "[sglang_fl] SGLang uses the platform %s without the plugin, which SGLANG_PLUGINS=%s leaves out: layers 1, "
+            "2 and 3 are off. Unset SGLANG_PLUGINS, or SGLANG_PLATFORM too",
+            PLATFORM_NAME,
+            os.environ.get("SGLANG_PLUGINS", ""),
+        )
+        return
     if _plugin is not None and _plugin.groups is not None:
         _plugin.groups.require_live()
 

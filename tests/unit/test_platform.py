@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,22 @@ def test_the_platform_is_active_where_sglang_alone_is_not_enough(
         monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     assert is_platform_needed(name) is needed
     assert activate_platform() == (PLATFORM_CLASS if needed else None)
+
+
+def test_a_platform_without_its_plugin_is_reported() -> None:
+    """Given SGLANG_PLUGINS that leaves the plugin out and SGLANG_PLATFORM that names ours, then a warning says so."""
+    script = (
+        "import logging; logging.basicConfig(); from sglang.srt.plugins import load_plugins; load_plugins(); "
+        "from sglang.srt.platforms import current_platform; current_platform.get_mha_kv_pool_cls(); "
+        "print(type(current_platform).__name__)"
+    )
+    variables = {"SGLANG_PLUGINS": "__none__", "SGLANG_PLATFORM": "sglang_fl", "SGLANG_FL_PLATFORM": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "PlatformFL"
+    assert "the platform sglang_fl without the plugin, which SGLANG_PLUGINS=__none__ leaves out" in done.stderr
 
 
 def test_the_stand_in_is_not_taken_for_the_vendors_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
