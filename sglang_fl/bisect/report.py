@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
 from sglang_fl.bisect.comparison import Outcome, Tolerance
-from sglang_fl.bisect.parts import Variables
 from sglang_fl.bisect.run import Bisection, Listener, Trial, Verdict
 from sglang_fl.bisect.server import LaunchedServer
+from sglang_fl.testing.server import Environment
 
 _STYLES = {Outcome.EQUAL: "green", Outcome.ROUNDING: "yellow", Outcome.DIFFERS: "bold red", Outcome.FAILED: "bold red"}
+NO_SETTINGS = "none of its own"
 # Without a terminal: how often a server that is not ready yet is mentioned.
 _SILENCE_S = 30.0
 
@@ -43,7 +45,7 @@ class Printer(Listener):
         self.say(f"  settings: {settings_text(server.environment)}")
         self.say(f"  log: {server.log_path()}; by hand: sh {server.script_path}")
         if self._console.is_terminal:
-            self._status = self._console.status(f"{title}: starting")
+            self._status = self._console.status(f"{escape(title)}: starting")
             self._status.start()
 
     def waiting(self, lines: list[str]) -> None:
@@ -53,9 +55,8 @@ class Printer(Listener):
             newest = lines[-1].strip()[:80] if lines else None
             if newest is not None or time.monotonic() - self._last > 1:
                 self._last = time.monotonic()
-                self._status.update(
-                    f"{self._title}: {elapsed:.0f} s" + (f", {newest}" if newest else ""), spinner="dots"
-                )
+                shown = f", {newest}" if newest else ""
+                self._status.update(escape(f"{self._title}: {elapsed:.0f} s{shown}"))
         elif time.monotonic() - self._last > _SILENCE_S:
             self._last = time.monotonic()
             self.say(f"  {elapsed:.0f} s: not ready yet")
@@ -78,10 +79,13 @@ class Printer(Listener):
             self._status = None
 
 
-def settings_text(environment: Variables | Any) -> str:
+def settings_text(environment: Environment) -> str:
     """The changed variables as one would type them."""
-    given = [f"{name}={value}" if value is not None else f"{name} unset" for name, value in environment.items()]
-    return " ".join(given) or "none of its own"
+    return " ".join(_settings_lines(environment)) or NO_SETTINGS
+
+
+def _settings_lines(environment: Environment) -> list[str]:
+    return [f"{name}={value}" if value is not None else f"{name} unset" for name, value in environment.items()]
 
 
 def show(console: Console, bisection: Bisection, verdict: Verdict | None) -> None:
@@ -91,11 +95,11 @@ def show(console: Console, bisection: Bisection, verdict: Verdict | None) -> Non
         comparison = trial.comparison
         off_by = "" if math.isnan(comparison.deviation) else f"{comparison.deviation:.1e}"
         table.add_row(
-            f"{trial.label}: {trial.setup.title}",
-            "\n".join(settings_text({name: value}) for name, value in trial.environment.items()) or "none of its own",
+            escape(f"{trial.label}: {trial.setup.title}"),
+            escape("\n".join(_settings_lines(trial.environment)) or NO_SETTINGS),
             f"[{_STYLES[comparison.outcome]}]{comparison.outcome.value}[/]",
             off_by,
-            comparison.first,
+            escape(comparison.first),
         )
         table.add_section()
     console.print()

@@ -87,7 +87,7 @@ class LaunchedServer(Server):
     def last_lines(self) -> str:
         """The end of the log."""
         lines = self.log().splitlines() if self.log_path().exists() else []
-        return "\n".join(lines[-TAIL_LINES:])
+        return "\n".join(lines[-TAIL_LINES:]) or "(nothing was written)"
 
 
 def _matters(name: str) -> bool:

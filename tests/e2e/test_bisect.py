@@ -107,6 +107,17 @@ def load():
 """
 
 
+# Python imports it before anything else: a server that says one line, then nothing, and never gets ready.
+NEVER_READY = """
+import sys
+import time
+
+if "sglang.launch_server" in sys.orig_argv:
+    print("PLANTED: this server never gets ready", flush=True)
+    time.sleep(600)
+"""
+
+
 @dataclass(frozen=True)
 class Run:
     """A run of bisect: options before ``--``, further arguments of the server, variables; what it is to find."""
@@ -276,13 +287,16 @@ def test_a_start_can_be_repeated_by_hand(ended: dict[str, Future[Ended]]) -> Non
 def test_a_server_that_never_gets_ready_ends_the_run_with_its_log(
     models: Mapping[Family, Path], tmp_path: Path
 ) -> None:
-    """Given a limit that no server meets, then exit code 2, the limit, the end of the log, and nothing left."""
+    """Given a server that hangs at its start, then exit code 2, the limit, the end of the log, and nothing left."""
+    planted = tmp_path / "packages"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(NEVER_READY)
     run = Run(options=("--ready-limit-s=3",))
-    outcome = finish(start(run, tmp_path, models[Family.QWEN2]), tmp_path)
+    outcome = finish(start(run, tmp_path, models[Family.QWEN2], planted), tmp_path)
     assert outcome.code == 2, outcome.output
     assert outcome.output.count("FAILED after") == 2
     assert "was not ready after 3 s" in outcome.output
-    assert "the log ends:" in outcome.output
+    assert outcome.output.count("the log ends:\n  | PLANTED: this server never gets ready\n") == 2
     assert "runs neither without the plugin nor with all layers off" in outcome.output
     assert outcome.left == []
 

@@ -6,6 +6,7 @@ the server alone. Real servers: tests/e2e/test_bisect.py.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from sglang_fl.bisect import run as bisect_run
 from sglang_fl.bisect.comparison import LEAST_TOLERANCE, NOISE_FACTOR, Outcome, Tolerance, compare, tolerance_of
@@ -32,6 +34,7 @@ from sglang_fl.bisect.parts import (
     without_plugin,
 )
 from sglang_fl.bisect.questions import Answer, AnswerError, Answers, ask, sequences_of
+from sglang_fl.bisect.report import Printer, show, write_json
 from sglang_fl.bisect.run import Bisection, CannotRunError, Options, Verdict
 from sglang_fl.bisect.search import first_bad, most_asked
 from sglang_fl.bisect.server import ArgumentsError, LaunchedServer, usable_arguments
@@ -479,3 +482,33 @@ def test_a_second_culprit_is_told_of(simulate: Simulate) -> None:
     _, verdict = simulate(World(frozenset({"RMSNorm", "SiluAndMul"})))
     assert verdict.item == "RMSNorm"
     assert "run bisect again with SGLANG_FL_OOT_BLACKLIST=RMSNorm" in verdict.sentences[1]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_is_shown_names_settings_log_and_outcome(terminal: bool, simulate: Simulate, tmp_path: Path) -> None:
+    """Given a run, when shown, on a terminal or not, then each start has settings, log, outcome and first difference.
+
+    Lines of a server's log and brackets in texts are shown as they are, whatever rich would read in them.
+    """
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200, color_system=None)
+    printer = Printer(console)
+    bisection, verdict = simulate(World(frozenset({"SiluAndMul"})))
+    for trial in bisection.trials:
+        server = LaunchedServer(Path(), tmp_path, environment=trial.environment, label=trial.label)
+        printer.begin(trial.setup.title, server)
+        printer.waiting(["[2026-11-30] [/red] [sglang_fl] layer 2[/]"])
+        printer.end(trial)
+    show(console, bisection, verdict)
+    printed = text.getvalue()
+    for trial in bisection.trials:
+        assert f"{trial.label}: {trial.setup.title}" in printed
+        assert f"log: {tmp_path / trial.label}.log; by hand: sh {tmp_path / trial.label}.sh" in printed
+    assert printed.count("DIFFERS") == 2 * sum(not trial.comparison.outcome.is_good for trial in bisection.trials)
+    assert "SGLANG_FL_OOT_BLACKLIST=SiluAndMul" in printed
+    assert printed.rstrip().endswith(verdict.sentences[-1])
+    assert ("[/red] [sglang_fl] layer 2[/]" in printed) is terminal
+    write_json(tmp_path / "report.json", bisection, verdict)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["differs"], report["part"], report["item"]) == (True, Part.OPERATORS.value, "SiluAndMul")
+    assert [start["label"] for start in report["starts"]] == [trial.label for trial in bisection.trials]
