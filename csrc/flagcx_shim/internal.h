@@ -110,19 +110,19 @@ static inline int32_t communicator_enter_on(sglang_fl_flagcx_communicator *commu
 
 static inline struct call call_record(sglang_fl_flagcx_communicator *communicator,
                                       enum sglang_fl_flagcx_operation operation, int32_t dtype, uint64_t count,
-                                      int32_t peer, uintptr_t stream) {
+                                      int32_t peer, uintptr_t stream, int32_t place) {
   struct call_ring *ring = atomic_load_explicit(&communicator->calls, memory_order_acquire);
   if (ring == NULL) return (struct call){NULL, 0};
-  return ring_enter(ring, operation, dtype, count, peer, stream);
+  return ring_enter(ring, operation, dtype, count, peer, stream, place);
 }
 
 /* A call of the library: enter, find the box, and record that it begins; what is not 0 is the call's result. */
 static inline int32_t call_begin(sglang_fl_flagcx_communicator *communicator,
                                  enum sglang_fl_flagcx_operation operation, int32_t dtype, uint64_t count,
-                                 int32_t peer, uintptr_t stream, void **box, struct call *call) {
+                                 int32_t peer, uintptr_t stream, int32_t place, void **box, struct call *call) {
   const int32_t code = communicator_enter_on(communicator, stream, box);
   if (code != 0) return code;
-  *call = call_record(communicator, operation, dtype, count, peer, stream);
+  *call = call_record(communicator, operation, dtype, count, peer, stream, place);
   return 0;
 }
 

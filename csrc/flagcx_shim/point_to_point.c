@@ -5,7 +5,7 @@ int32_t sglang_fl_flagcx_send(sglang_fl_flagcx_communicator *communicator, uintp
                               int32_t dtype, int32_t peer, uintptr_t stream) {
   void *box;
   struct call call;
-  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_SEND, dtype, count, peer, stream, &box, &call);
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_SEND, dtype, count, peer, stream, NO_PLACE, &box, &call);
   if (code != 0) return code;
   code = communicator->library->functions.flagcxSend((const void *)buffer, count, dtype, peer,
                                                      communicator->comm, box);
@@ -16,7 +16,7 @@ int32_t sglang_fl_flagcx_recv(sglang_fl_flagcx_communicator *communicator, uintp
                               int32_t dtype, int32_t peer, uintptr_t stream) {
   void *box;
   struct call call;
-  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_RECV, dtype, count, peer, stream, &box, &call);
+  int32_t code = call_begin(communicator, SGLANG_FL_FLAGCX_RECV, dtype, count, peer, stream, NO_PLACE, &box, &call);
   if (code != 0) return code;
   code =
       communicator->library->functions.flagcxRecv((void *)buffer, count, dtype, peer, communicator->comm, box);
@@ -41,7 +41,7 @@ int32_t sglang_fl_flagcx_group_end(sglang_fl_flagcx_communicator *communicator) 
     if (code != 0) return code;
   }
   const struct call call =
-      call_record(communicator, SGLANG_FL_FLAGCX_GROUP_END, NO_DTYPE, 0, NO_PEER, 0);
+      call_record(communicator, SGLANG_FL_FLAGCX_GROUP_END, NO_DTYPE, 0, NO_PEER, 0, NO_PLACE);
   return call_end(communicator, call, communicator->library->functions.flagcxGroupEnd(communicator->comm));
 }
 

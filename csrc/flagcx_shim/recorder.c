@@ -53,6 +53,11 @@ int32_t sglang_fl_flagcx_call_under_way(const sglang_fl_flagcx_communicator *com
   return ring != NULL && ring_read_under_way(ring, call);
 }
 
+void sglang_fl_flagcx_next_place(sglang_fl_flagcx_communicator *communicator, int32_t place) {
+  struct call_ring *ring = ring_of(communicator);
+  if (ring != NULL) atomic_store_explicit(&ring->next_place, place, memory_order_relaxed);
+}
+
 void sglang_fl_flagcx_ask_for_mark(sglang_fl_flagcx_communicator *communicator) {
   struct call_ring *ring = ring_of(communicator);
   if (ring != NULL) atomic_store_explicit(&ring->mark_due, true, memory_order_relaxed);

@@ -17,7 +17,7 @@ enum sglang_fl_flagcx_operation {
   SGLANG_FL_FLAGCX_OPERATIONS
 };
 
-/* dtype and peer are -1 where the operation has none. Times are nanoseconds since the epoch, out 0 while the call
+/* dtype and peer are -1 where the operation has none; place is a number of the caller's, 0 for none. Times are nanoseconds since the epoch, out 0 while the call
    is under way; result is what the library answered. */
 typedef struct {
   uint64_t number;
@@ -29,6 +29,7 @@ typedef struct {
   int32_t dtype;
   int32_t peer;
   int32_t captured;
+  int32_t place;
   int32_t result;
 } sglang_fl_flagcx_call;
 
@@ -37,6 +38,18 @@ typedef struct {
 int32_t sglang_fl_flagcx_record(sglang_fl_flagcx_communicator *communicator, size_t size, uintptr_t is_capturing);
 /* Give the ring's memory back, if the communicator has ended; nobody may read it any more. */
 void sglang_fl_flagcx_free_calls(sglang_fl_flagcx_communicator *communicator);
+
+/* The place of the next call; the operations that a model calls in every layer take it as an argument. */
+void sglang_fl_flagcx_next_place(sglang_fl_flagcx_communicator *communicator, int32_t place);
+int32_t sglang_fl_flagcx_all_reduce_from(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                         uintptr_t receive, size_t count, int32_t dtype, int32_t op,
+                                         uintptr_t stream, int32_t place);
+int32_t sglang_fl_flagcx_reduce_scatter_from(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                             uintptr_t receive, size_t receive_count, int32_t dtype, int32_t op,
+                                             uintptr_t stream, int32_t place);
+int32_t sglang_fl_flagcx_all_gather_from(sglang_fl_flagcx_communicator *communicator, uintptr_t send,
+                                         uintptr_t receive, size_t send_count, int32_t dtype, uintptr_t stream,
+                                         int32_t place);
 
 uint64_t sglang_fl_flagcx_calls_entered(const sglang_fl_flagcx_communicator *communicator);
 int32_t sglang_fl_flagcx_has_captured(const sglang_fl_flagcx_communicator *communicator);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -21,10 +23,30 @@ _WAY_OF_OTHERS = (
 )
 # These call groups on their own account.
 _CALLERS = tuple(str(_PACKAGE / "comm" / name) for name in ("selftest.py", "bench.py", "tools/"))
-_MOST_KNOWN = 256
+_MOST_PLACES = 65536
 
-Place = tuple[CodeType, int]
-"""Code and the instruction in it, as a frame's ``f_code`` and ``f_lasti``: it keeps no frame and no variable alive."""
+Place = int
+"""A number of this process for a line of code; 0 for an unknown one. :func:`in_words` says which it is."""
+
+
+@dataclass
+class _Numbers:
+    """Code and instruction of each place; they keep the code alive, so that its identity stays its own."""
+
+    known: list[tuple[CodeType, int]] = field(default_factory=list)
+    numbers: dict[tuple[int, int], Place] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def number(self, code: CodeType, instruction: int) -> Place:
+        key = (id(code), instruction)
+        with self.lock:
+            if key not in self.numbers and len(self.known) < _MOST_PLACES:
+                self.known.append((code, instruction))
+                self.numbers[key] = len(self.known)
+            return self.numbers.get(key, 0)
+
+
+_numbers = _Numbers()
 
 
 @cache
@@ -39,40 +61,38 @@ class CallSite:
     """Where the callers of one operation lie on the stack: walked to at the first call from a place, then known.
 
     A caller that counts nanoseconds looks itself: if the frame at ``depth``, counted from the operation's own, stands
-    at an instruction that is ``known`` for its code, that is the place; otherwise :meth:`find` tells. A frame further
+    at an instruction that is ``known`` for its code, it is at that place; otherwise :meth:`find` tells. A frame further
     out cannot be taken for the caller, since it stands at the call that leads to the caller.
 
     Attributes:
         depth: at which the last caller lay.
-        known: of each instruction from which a caller called, the place.
+        known: of each instruction from which a caller called, the code and the place.
     """
 
     __slots__ = ("depth", "known")
 
     def __init__(self) -> None:
         self.depth = 1
-        self.known: dict[int, Place] = {}
+        self.known: dict[int, tuple[CodeType, Place]] = {}
 
-    def find(self, frame: FrameType | None) -> Place | None:
-        """The place of the caller, from the operation's own frame; None if the whole stack is on the way."""
+    def find(self, frame: FrameType | None) -> Place:
+        """The place of the caller, from the operation's own frame; 0 if the whole stack is on the way."""
         depth = 0
         while frame is not None and is_on_the_way(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
         if frame is None:
-            return None
-        if len(self.known) >= _MOST_KNOWN:
-            self.known.clear()
-        place = (frame.f_code, frame.f_lasti)
+            return 0
+        place = _numbers.number(frame.f_code, frame.f_lasti)
         self.depth = depth
-        self.known[frame.f_lasti] = place
+        self.known[frame.f_lasti] = (frame.f_code, place)
         return place
 
 
-def in_words(place: Place | None) -> str:
-    """``file:line function``; empty for None."""
-    if place is None:
+def in_words(place: Place) -> str:
+    """``file:line function``; empty for 0."""
+    if place == 0:
         return ""
-    code, instruction = place
+    code, instruction = _numbers.known[place - 1]
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line)
     name = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
     return f"{code.co_filename}:{next(lines, code.co_firstlineno)} {name}"

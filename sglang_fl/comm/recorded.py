@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_fl.comm.marks import raw_stream_of
-from sglang_fl.comm.places import CallSite, Place
+from sglang_fl.comm.places import CallSite
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.ring import ENDED, TIME_OUT, CallRing
 from sglang_fl.comm.types import GroupContext, Operation, Transport, Work
@@ -161,8 +161,9 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
             raise ring.refused(arguments[tensor_at].shape)
         try:
             frame = frame_at(site.depth)
-            found = known[frame.f_lasti]
-            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+            code, place = known[frame.f_lasti]
+            if code is not frame.f_code:
+                place = find(frame_at())
         except (KeyError, ValueError):  # of another instruction, or from less deep in the stack
             place = find(frame_at())
         tensor = arguments[tensor_at]

@@ -57,7 +57,7 @@ class CallRing(Recorder):
         peer: int | None = None,
         stream: int = 0,
         captured: bool = False,
-        place: Place | None = None,
+        place: Place = 0,
     ) -> Row:
         """Record that a call begins; the row is for :meth:`leave`.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from sglang_fl.comm.recorder import Recorder
 
-MEETING_S = 1.0  # for ranks that come out of one step of a creation at its limit, to find out who is missing
+MEETING_S = 0.5  # for ranks that come out of one step of a creation at its limit, to find out who is missing
 
 
 class Operation(str, Enum):
@@ -90,6 +90,11 @@ class GroupContext:
         if self.creation_ends_s is None:
             return self.timeout_s
         return max(MEETING_S, self.creation_ends_s - time.monotonic())
+
+    def library_s(self) -> float:
+        """As :meth:`left_s`, for a step of a library alone: leaves the ranks a moment to find out who was missing."""
+        left_s = self.left_s()
+        return max(left_s / 2, left_s - MEETING_S)
 
     def exchange(self, stage: str, value: Any) -> list[Any]:
         """Every rank's ``value`` in group order. All ranks of the group must call it.

@@ -30,7 +30,8 @@ static int stream_is_captured(void *stream, int *status) {
 static void *write_calls(void *unused) {
   for (uint64_t number = 1; number <= CALLS || atomic_load(&entries_read) < READS; number++) {
     struct call call = ring_enter(ring, (enum sglang_fl_flagcx_operation)(number % SGLANG_FL_FLAGCX_OPERATIONS),
-                                  (int32_t)(number % 10), number * 3, (int32_t)(number % 7), number * 5);
+                                  (int32_t)(number % 10), number * 3, (int32_t)(number % 7), number * 5,
+                                  (int32_t)number);
     ring_leave(ring, call, (int32_t)(number % 5));
   }
   atomic_store(&written, true);
@@ -42,7 +43,7 @@ static bool is_whole(const sglang_fl_flagcx_call *call) {
   const bool returned = call->time_out_ns != 0;
   return call->operation == (int32_t)(number % SGLANG_FL_FLAGCX_OPERATIONS) && call->dtype == (int32_t)(number % 10) &&
          call->count == number * 3 && call->peer == (int32_t)(number % 7) && call->stream == number * 5 &&
-         call->captured == (number * 5 % 3 == 0) && call->time_in_ns != 0 &&
+         call->captured == (number * 5 % 3 == 0) && call->place == (int32_t)number && call->time_in_ns != 0 &&
          (!returned || (call->time_out_ns >= call->time_in_ns && call->result == (int32_t)(number % 5)));
 }
 

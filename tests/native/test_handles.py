@@ -56,6 +56,7 @@ RECORDER_VALUES = {
     "mark_made": None,
     "refuse": None,
     "free_calls": None,
+    "next_place": None,
 }
 COMMUNICATOR_VALUES = {"is_open": 0, "calls_in_flight": 0, "library_communicator": 0, **RECORDER_VALUES}
 LIBRARY_VALUES = {

@@ -19,7 +19,8 @@ from .conftest import LIMIT_S
 from .recorder import Recorder
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [Path(__file__).with_name("ring_driver.c"), ROOT / "csrc/flagcx_shim/ring.c"]
+SHIM = ROOT / "csrc/flagcx_shim"
+SOURCES = [Path(__file__).with_name("ring_driver.c"), SHIM / "ring.c", SHIM / "ticks.c"]
 SIZE = 8
 PROBE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int))
 
@@ -279,7 +280,7 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def _driver(path: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     command = ["cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    command += [f"-I{ROOT / 'csrc/flagcx_shim'}", f"-I{ROOT / 'native_bindings'}", "-o", str(path), *map(str, SOURCES)]
+    command += [f"-I{SHIM}", f"-I{ROOT / 'native_bindings'}", "-o", str(path), *map(str, SOURCES)]
     subprocess.run(command, check=True)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1:exitcode=66"}
     return subprocess.run([path], capture_output=True, text=True, env=environment, timeout=120, check=False)

@@ -70,7 +70,7 @@ class _Job:
     tensor: torch.Tensor
     dtype: int
     ready: Any  # event after which the tensor holds its data; None for host memory
-    place: Place | None
+    place: Place
     future: Future[Any]
 
 
@@ -105,7 +105,7 @@ class _Peer:
         self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, dtype: int, place: Place | None) -> Work:
+    def send(self, tensor: torch.Tensor, dtype: int, place: Place) -> Work:
         job = _Job(tensor, dtype, self._channels.event_here(), place, Future())
         if self._channels.enqueues and self.is_idle():
             self._carry(job)
@@ -177,11 +177,11 @@ class Channels:
         """Those of the directions made so far, each from before its first call."""
         return tuple(self._recorders)
 
-    def send(self, tensor: torch.Tensor, dst: int, dtype: int, place: Place | None) -> Work:
+    def send(self, tensor: torch.Tensor, dst: int, dtype: int, place: Place) -> Work:
         """Start to send; ``tensor`` must stay alive and unchanged until the work is done. ``place``: the caller's."""
         return self._to(dst).send(tensor, dtype, place)
 
-    def recv(self, tensor: torch.Tensor, src: int, dtype: int, place: Place | None) -> Work:
+    def recv(self, tensor: torch.Tensor, src: int, dtype: int, place: Place) -> Work:
         """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
         incoming = self._to(src).pair.result().incoming
         if self.enqueues:
@@ -208,7 +208,7 @@ class Channels:
         return None if self._device is None else self._device.current_stream(self._context.device).record_event()
 
     def transfer(
-        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, ready: Any, place: Place | None
+        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, ready: Any, place: Place
     ) -> Any:
         """Call the library's send or recv; on a device enqueue it behind ``ready`` and return its own event."""
         if self._device is None:
@@ -222,11 +222,11 @@ class Channels:
         return stream.record_event()
 
     def _call(
-        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, stream: int, place: Place | None
+        self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, stream: int, place: Place
     ) -> None:
         communicator, operation, count = direction.communicator, _OPERATIONS[role], tensor.numel()
         if communicator.recorder is not None:
-            communicator.recorder.places.note(place)
+            communicator.recorder.next_place(place)
         code = self._functions[role](communicator.handle, tensor.data_ptr(), count, dtype, 1 - role, stream)
         if code:
             communicator.settle(code, operation, dtype, None, count, tensor.shape)
@@ -251,7 +251,7 @@ class Channels:
             communicator.recorder = self._record(communicator, peer, role)
         direction = _Direction(communicator, self.new_stream())
         probe = torch.zeros(1, dtype=torch.uint8, device=context.device)
-        done = self.transfer(direction, role, probe, int(DataType.UINT8), self.event_here(), None)
+        done = self.transfer(direction, role, probe, int(DataType.UINT8), self.event_here(), place=0)
         if done is not None:
             done.synchronize()
         return direction
@@ -263,6 +263,7 @@ class Channels:
         name = f"{context.name} {self._name} {source}>{destination}"
         recorder = FlagCXRecorder(communicator, name, (source, destination), context.device, peers)
         self._recorders.append(recorder)
+        context.watch(recorder)
         return recorder
 
     def _hand_over(self, unique_id: bytes, peer: int, role: int) -> bytes:

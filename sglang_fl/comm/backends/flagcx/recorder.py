@@ -1,4 +1,4 @@
-"""The recorder of a FlagCX communicator: its calls are written by the shim, their places by the transport."""
+"""The recorder of a FlagCX communicator: the shim writes, this reads."""
 
 from __future__ import annotations
 
@@ -44,43 +44,6 @@ _DTYPES = {-1: "", **{int(dtype): dtype.name.lower() for dtype in DataType}}  # 
 _PREFIX = "SGLANG_FL_FLAGCX_"
 
 
-class Places:
-    """From where the last calls came; calls of a communicator come one after the other.
-
-    What counts nanoseconds does what :meth:`note` does itself: first count, then keep, and no call in between, so
-    that no other thread ever sees the one without the other.
-
-    Attributes:
-        noted: how many, noted before the library is called: the number of the last call.
-        kept: the last of them.
-    """
-
-    __slots__ = ("kept", "noted")
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.noted = 0
-        self.kept: deque[Place | None] = deque(maxlen=size)
-
-    def note(self, place: Place | None) -> None:
-        """Note from where the next call comes."""
-        self.noted += 1
-        self.kept.append(place)
-
-    def forget_last(self) -> None:
-        """The call did not come about."""
-        self.noted -= 1
-        self.kept.pop()
-
-    def copy(self) -> Callable[[int], Place | None]:
-        """The places as they are now, by number."""
-        while True:
-            noted, kept = self.noted, list(self.kept)
-            if noted == self.noted:
-                break
-        first = noted - len(kept) + 1
-        return lambda number: kept[number - first] if first <= number <= noted else None
-
-
 class FlagCXRecorder(Recorder):
     """Reads the shim's ring of one communicator. It keeps the ring, not the communicator, alive."""
 
@@ -102,7 +65,6 @@ class FlagCXRecorder(Recorder):
         self.name = name
         self.ranks = tuple(ranks)
         self.device = device
-        self.places = Places()
         self.refusal: str | None = None
         self._peers = tuple(range(len(self.ranks))) if peers is None else tuple(peers)
         self._lib, self._ffi = communicator.library.native
@@ -124,8 +86,7 @@ class FlagCXRecorder(Recorder):
         """See :meth:`Recorder.calls`."""
         rows = self._ffi.new("sglang_fl_flagcx_call[]", SIZE)
         count = self._lib.sglang_fl_flagcx_read_calls(self._handle, rows, SIZE)
-        place_of = self.places.copy()
-        return [self._shown(rows[index], place_of) for index in range(count)]
+        return [self._shown(rows[index]) for index in range(count)]
 
     def under_way(self) -> RecordedCall | None:
         """See :meth:`Recorder.under_way`."""
@@ -174,6 +135,10 @@ class FlagCXRecorder(Recorder):
             return False
         return True
 
+    def next_place(self, place: Place) -> None:
+        """From where the next call comes; for calls that do not take it as an argument."""
+        self._lib.sglang_fl_flagcx_next_place(self._handle, place)
+
     def settle(self, code: int, error: Callable[[], FlagCXError], shape: Sequence[int]) -> None:
         """Deal with a result that is not 0: make the mark that was asked for, or raise.
 
@@ -183,8 +148,6 @@ class FlagCXRecorder(Recorder):
         if code == ResultCode.MARK_DUE:
             self._mark()
             return
-        if code in (ResultCode.CLOSED, ResultCode.NULL_HANDLE):
-            self.places.forget_last()
         found = error()
         if self.refusal is not None:
             raise self.explained(CommError(self.refusal), shape) from found
@@ -198,9 +161,9 @@ class FlagCXRecorder(Recorder):
 
     def _one(self, read: Callable[..., int], *arguments: int) -> RecordedCall | None:
         row = self._ffi.new("sglang_fl_flagcx_call *")
-        return self._shown(row, self.places.copy()) if read(self._handle, *arguments, row) else None
+        return self._shown(row) if read(self._handle, *arguments, row) else None
 
-    def _shown(self, row: Any, place_of: Callable[[int], Place | None]) -> RecordedCall:
+    def _shown(self, row: Any) -> RecordedCall:
         names = self._ffi.typeof("enum sglang_fl_flagcx_operation").elements
         return RecordedCall(
             number=int(row.number),
@@ -210,7 +173,7 @@ class FlagCXRecorder(Recorder):
             peer=self._peer(row.peer),
             stream=int(row.stream),
             captured=bool(row.captured),
-            place=in_words(place_of(int(row.number))),
+            place=in_words(int(row.place)),
             time_in_s=row.time_in_ns / 1e9,
             time_out_s=row.time_out_ns / 1e9 if row.time_out_ns else None,
             error=result_name(row.result) if row.result else "",

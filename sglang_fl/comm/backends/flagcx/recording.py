@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
-from sglang_fl.comm.backends.flagcx.recorder import Places
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, ReduceOp
-from sglang_fl.comm.places import CallSite, Place
+from sglang_fl.comm.places import CallSite
 
 _SUM = int(ReduceOp.SUM)
 
 
 def hot_calls(
-    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
 ) -> dict[str, Callable[..., Any]]:
     """Method to function for the operations that SGLang calls in every layer."""
-    parts = (communicator, places, types, stream)
+    parts = (communicator, types, stream)
     return {
         "all_reduce": _all_reduce(*parts),
         "all_reduce_new": _all_reduce_new(*parts),
@@ -34,11 +33,10 @@ def hot_calls(
 
 
 def _all_reduce(
-    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
 ) -> Callable[[torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
-    keep, frame_at = places.kept.append, sys._getframe
-    site = CallSite()
+    site, frame_at = CallSite(), sys._getframe
     known, find = site.known, site.find
 
     def all_reduce(tensor: torch.Tensor) -> None:
@@ -46,13 +44,12 @@ def _all_reduce(
         dtype = types[tensor.dtype]
         try:
             frame = frame_at(site.depth)
-            found = known[frame.f_lasti]
-            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+            code, place = known[frame.f_lasti]
+            if code is not frame.f_code:
+                place = find(frame_at())
         except (KeyError, ValueError):
             place = find(frame_at())
-        places.noted += 1
-        keep(place)
-        result = function(handle, address, address, tensor.numel(), dtype, _SUM, stream())
+        result = function(handle, address, address, tensor.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
 
@@ -60,11 +57,10 @@ def _all_reduce(
 
 
 def _all_reduce_new(
-    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
-    keep, frame_at = places.kept.append, sys._getframe
-    site = CallSite()
+    site, frame_at = CallSite(), sys._getframe
     known, find = site.known, site.find
 
     def all_reduce_new(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,13 +68,12 @@ def _all_reduce_new(
         dtype = types[tensor.dtype]
         try:
             frame = frame_at(site.depth)
-            found = known[frame.f_lasti]
-            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+            code, place = known[frame.f_lasti]
+            if code is not frame.f_code:
+                place = find(frame_at())
         except (KeyError, ValueError):
             place = find(frame_at())
-        places.noted += 1
-        keep(place)
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream())
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
         return output
@@ -87,24 +82,22 @@ def _all_reduce_new(
 
 
 def _all_gather(
-    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_GATHER)
-    keep, frame_at = places.kept.append, sys._getframe
-    site = CallSite()
+    site, frame_at = CallSite(), sys._getframe
     known, find = site.known, site.find
 
     def all_gather(output: torch.Tensor, tensor: torch.Tensor) -> None:
         dtype = types[tensor.dtype]
         try:
             frame = frame_at(site.depth)
-            found = known[frame.f_lasti]
-            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+            code, place = known[frame.f_lasti]
+            if code is not frame.f_code:
+                place = find(frame_at())
         except (KeyError, ValueError):
             place = find(frame_at())
-        places.noted += 1
-        keep(place)
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream())
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_GATHER, dtype, None, tensor.numel(), tensor.shape)
 
@@ -112,24 +105,22 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    communicator: FlagCXCommunicator, places: Places, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.REDUCE_SCATTER)
-    keep, frame_at = places.kept.append, sys._getframe
-    site = CallSite()
+    site, frame_at = CallSite(), sys._getframe
     known, find = site.known, site.find
 
     def reduce_scatter(output: torch.Tensor, tensor: torch.Tensor) -> None:
         dtype = types[tensor.dtype]
         try:
             frame = frame_at(site.depth)
-            found = known[frame.f_lasti]
-            place: Place | None = found if found[0] is frame.f_code else find(frame_at())
+            code, place = known[frame.f_lasti]
+            if code is not frame.f_code:
+                place = find(frame_at())
         except (KeyError, ValueError):
             place = find(frame_at())
-        places.noted += 1
-        keep(place)
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream())
+        result = function(handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.REDUCE_SCATTER, dtype, _SUM, output.numel(), tensor.shape)
 
@@ -139,4 +130,5 @@ def _reduce_scatter(
 def _bound(
     communicator: FlagCXCommunicator, operation: FlagCXOperation
 ) -> tuple[Callable[..., int], Any, Callable[..., None]]:
-    return communicator.library.function(operation), communicator.handle, communicator.settle
+    function = getattr(communicator.library.native.lib, f"sglang_fl_flagcx_{operation.value}_from")
+    return function, communicator.handle, communicator.settle

@@ -66,7 +66,7 @@ class FlagCXTransport(Transport):
         self._recorder = communicator.recorder
         if self._recorder is not None:
             # Bound to the object, so that a group that is not recorded asks nothing on its hot path.
-            for method, call in hot_calls(communicator, self._recorder.places, types, self._stream).items():
+            for method, call in hot_calls(communicator, types, self._stream).items():
                 setattr(self, method, call)
 
     def recorders(self) -> tuple[Recorder, ...]:
@@ -142,10 +142,10 @@ class FlagCXTransport(Transport):
 
     def _note(self) -> None:
         if self._recorder is not None:
-            self._recorder.places.note(self._place())
+            self._recorder.next_place(self._place())
 
-    def _place(self) -> Place | None:
-        return None if self._recorder is None else self._site.find(sys._getframe(1))
+    def _place(self) -> Place:
+        return 0 if self._recorder is None else self._site.find(sys._getframe(1))
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
@@ -244,7 +244,7 @@ def _join(context: GroupContext, library: FlagCXLibrary, name: str) -> FlagCXCom
     unique_id, problem = b"", ""
     if context.rank == 0:
         try:
-            unique_id = library.unique_id(context.left_s())
+            unique_id = library.unique_id(context.library_s())
         except FlagCXError as error:
             problem = str(error)
     unique_id, problem = context.exchange("hand out FlagCX's unique id", (unique_id, problem))[0]
@@ -252,7 +252,7 @@ def _join(context: GroupContext, library: FlagCXLibrary, name: str) -> FlagCXCom
         raise CommError(problem)
     device = context.device.index if context.device.type != "cpu" else None
     communicator = FlagCXCommunicator.create(
-        library, unique_id, context.world_size, context.rank, context.left_s(), device
+        library, unique_id, context.world_size, context.rank, context.library_s(), device
     )
     if context.records:
         communicator.recorder = FlagCXRecorder(communicator, f"{context.name} {name}", context.ranks, context.device)
