@@ -17,6 +17,7 @@ LIMIT_S = 300.0
 def chosen_names(path: Path, environ: Mapping[str, str]) -> list[str]:
     """The names, by a new process with ``environ`` that writes them to ``path``; empty if FlagGems cannot be used."""
     command = [sys.executable, "-m", "sglang_fl.bisect.aten_names", str(path)]
+    path.unlink(missing_ok=True)
     log = path.with_suffix(".log")
     with log.open("wb") as output:
         subprocess.run(

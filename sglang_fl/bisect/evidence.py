@@ -31,6 +31,12 @@ class Files:
         """The files of the start ``label``."""
         return cls(*(folder / f"{label}.{kind}" for kind in ("dispatch", "aten", "audit.json")))
 
+    def clear(self) -> None:
+        """Remove what an earlier run left in the folder: the plugin appends."""
+        for kind in (self.dispatch, self.aten, self.audit):
+            for path in _of_ranks(kind):
+                path.unlink()
+
     def variables(self) -> Variables:
         """What makes the plugin write them."""
         return {

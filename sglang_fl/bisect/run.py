@@ -231,6 +231,7 @@ class Bisection:
         environment = self.configured.variables(setup)
         if setup is AS_CONFIGURED:
             self._files = Files.of(self.options.folder, label)
+            self._files.clear()
             environment = {**environment, **self._files.variables()}
         server = LaunchedServer(
             Path(),

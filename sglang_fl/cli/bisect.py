@@ -84,7 +84,10 @@ def command(
     except (ArgumentsError, SettingsError) as error:
         raise click.UsageError(str(error)) from error
     where = folder or Path(tempfile.mkdtemp(prefix="sglang_fl-bisect-"))
-    where.mkdir(parents=True, exist_ok=True)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"--folder {where} cannot be made: {error.strerror}") from error
     options = Options(usable, where, ready_limit_s, new_tokens=new_tokens, limit=tolerance)
     if prompts is not None:
         options = Options(usable, where, ready_limit_s, _read_prompts(prompts), new_tokens, tolerance)

@@ -1,6 +1,6 @@
 """bisect on real servers: each planted fault is named, nothing is found where nothing is wrong, and nothing is left.
 
-The runs go two at a time: a server's start uses one core most of the time.
+The runs go three at a time: a server's start uses one core, and not all of the time.
 """
 
 from __future__ import annotations
@@ -141,7 +141,18 @@ class Ended:
 
 
 RUNS = {
-    "nothing": Run(),
+    "collective": Run(
+        {
+            "SGLANG_FL_DIST_BACKEND": "auto",
+            "SGLANG_FL_OOT_ENABLED": "0",
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        },
+        arguments=("--tp-size=2",),
+        part="layer 3, communication",
+        item="all_reduce",
+        starts=5,
+    ),
+    "hang": Run(options=("--ready-limit-s=3",)),
     "operator": Run(
         {
             "SGLANG_FL_PREFER": "vendor",
@@ -158,17 +169,7 @@ RUNS = {
         item="silu",
         starts=5,
     ),
-    "collective": Run(
-        {
-            "SGLANG_FL_DIST_BACKEND": "auto",
-            "SGLANG_FL_OOT_ENABLED": "0",
-            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-        },
-        arguments=("--tp-size=2",),
-        part="layer 3, communication",
-        item="all_reduce",
-        starts=5,
-    ),
+    "nothing": Run(),
 }
 
 
@@ -178,6 +179,10 @@ def packages(name: str, folder: Path) -> Path | None:
         return write_distribution(folder, "planted", PLANTED, "sglang_fl.ops", "register_builtins")
     if name == "collective":
         return write_distribution(folder, "faulty", FAULTY, "sglang_fl.comm", "register_comm")
+    if name == "hang":
+        folder.mkdir()
+        (folder / "sitecustomize.py").write_text(NEVER_READY)
+        return folder
     if name == "aten":
         for path, source in FLAG_GEMS.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +235,7 @@ def finish(process: subprocess.Popen[str], folder: Path) -> Ended:
 def ended(
     models: Mapping[Family, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Ended]]]:
-    """Every run of RUNS, two at a time."""
+    """Every run, three at a time, the longest first."""
 
     def whole(name: str) -> Ended:
         folder = tmp_path_factory.getbasetemp() / f"bisect-{name}"
@@ -238,11 +243,11 @@ def ended(
         planted = packages(name, folder / "packages")
         return finish(start(RUNS[name], folder, models[Family.QWEN2], planted), folder)
 
-    with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(whole, name) for name in ("collective", "operator", "aten", "nothing")}
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(whole, name) for name in RUNS}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["nothing", "operator", "aten", "collective"])
 def test_a_planted_fault_is_named(name: str, ended: dict[str, Future[Ended]]) -> None:
     """Given one wrong operator, ATen operator or collective, or none, when bisected, then it alone is named."""
     run, outcome = RUNS[name], ended[name].result()
@@ -284,15 +289,9 @@ def test_a_start_can_be_repeated_by_hand(ended: dict[str, Future[Ended]]) -> Non
     assert "-m sglang.launch_server --model-path=" in script
 
 
-def test_a_server_that_never_gets_ready_ends_the_run_with_its_log(
-    models: Mapping[Family, Path], tmp_path: Path
-) -> None:
+def test_a_server_that_never_gets_ready_ends_the_run_with_its_log(ended: dict[str, Future[Ended]]) -> None:
     """Given a server that hangs at its start, then exit code 2, the limit, the end of the log, and nothing left."""
-    planted = tmp_path / "packages"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(NEVER_READY)
-    run = Run(options=("--ready-limit-s=3",))
-    outcome = finish(start(run, tmp_path, models[Family.QWEN2], planted), tmp_path)
+    outcome = ended["hang"].result()
     assert outcome.code == 2, outcome.output
     assert outcome.output.count("FAILED after") == 2
     assert "was not ready after 3 s" in outcome.output

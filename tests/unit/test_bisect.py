@@ -389,7 +389,8 @@ class Simulated(Bisection):
     def _write_evidence(self, present: set[str]) -> None:
         assert self._files is not None
         bound = [name for name in CLASSES if name in present]
-        self._files.dispatch.write_text("".join(f"[OOT-DISPATCH] {name} → flagos(flagos)\n" for name in bound))
+        with self._files.dispatch.open("a") as file:  # as the plugin does
+            file.writelines(f"[OOT-DISPATCH] {name} → flagos(flagos)\n" for name in bound)
         ran = [name for name in RECORDED if name in present]
         self._files.aten.write_text("".join(f"[DEBUG] flag_gems.ops.x.{name}: GEMS X\n" for name in ran))
         group = {"group": "tp:0", "ranks": [0, 1], "backend": "flagcx", "calls": CALLED}
@@ -462,6 +463,16 @@ def test_layers_that_are_off_cost_no_start(simulate: Simulate) -> None:
     bisection, verdict = simulate(World(frozenset({"SiluAndMul"})), USE_FLAGGEMS="0", SGLANG_FL_DIST_BACKEND="torch")
     assert (verdict.part, verdict.item) == (Part.OPERATORS, "SiluAndMul")
     assert len(bisection.trials) == 2 + 1 + 2 + 1
+
+
+def test_an_earlier_run_in_the_folder_does_not_count(simulate: Simulate, tmp_path: Path) -> None:
+    """Given the files of an earlier run, when bisected into the same folder, then only what ran now is looked into."""
+    for suffix in ("", ".rank1"):
+        (tmp_path / f"02-all.dispatch{suffix}").write_text("[OOT-DISPATCH] TopK → flagos(flagos)\n")
+    bisection, verdict = simulate(World(frozenset({"RMSNorm"})))
+    assert verdict.item == "RMSNorm"
+    items = [name for trial in bisection.trials for name in trial.setup.items]
+    assert "TopK" not in items
 
 
 def test_without_native_the_layers_off_are_the_baseline(simulate: Simulate) -> None:
