@@ -19,7 +19,7 @@ line comes twice, eager and from within a CUDA graph that holds all calls of a c
 --compare
 Two files of --json, such as before and after an update, row by row: a row is called faster or slower if it is so by
 more than 5% in the median and every cycle of one file lies on one side of every cycle of the other; else the
-difference is noise.
+difference is noise. Two runs of the same differ too: compare such a pair first, and use -c 10.
 
 --tune
 Measures all_reduce (in place), all_gather and reduce_scatter (out of place) on every backend and writes which one is
@@ -96,6 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m sglang_fl.comm.bench",
+        usage="%(prog)s [options]",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,7 +112,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--backends", type=_names, default=[], metavar="NAMES", help="default: every one that can be used")
     add("-n", "--iters", type=_count, default=20, metavar="N", help="calls under the clock (default 20)")
     add("-w", "--warmup-iters", type=_count, default=5, metavar="N", help="calls before (default 5)")
-    add("-c", "--cycles", type=_count, default=3, metavar="N", help="rounds over all backends in turns (default 3)")
+    add("-c", "--cycles", type=_count, default=5, metavar="N", help="rounds over all backends in turns (default 5)")
     add("--graph", action="store_true", help="also inside a CUDA graph")
     add("--device", metavar="TYPE", help="cpu, cuda, ...; default: the accelerator, if there is one")
     add("--json", type=Path, metavar="FILE", help="write every sample, on rank 0")

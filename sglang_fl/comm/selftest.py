@@ -109,6 +109,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m sglang_fl.comm.selftest",
+        usage="%(prog)s [options]",
         description=summary,
         epilog=rest,
         formatter_class=argparse.RawDescriptionHelpFormatter,
