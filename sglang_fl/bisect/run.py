@@ -119,7 +119,7 @@ class Bisection:
         """Start servers until the first layer and operator that differ are known.
 
         Raises:
-            CannotRunError: no baseline could be started.
+            CannotRunError: no baseline could be started, or it differs from itself.
         """
         say = self.listener.say
         say(STARTS)
@@ -132,6 +132,11 @@ class Bisection:
         steps = self._steps(base)
         if whole.comparison.outcome is Outcome.FAILED:
             say("the server fails with everything on; what makes it fail is looked for in the same way")
+        if not steps:
+            raise CannotRunError(
+                "no layer is on, and yet the second start differs from the first: the server does not give the same "
+                "answers twice"
+            )
         names = ", ".join(_short(step) for step in steps)
         say(f"at most {most_asked(len(steps))} more starts for the layer, of {names}")
         place = first_bad(len(steps), lambda count: self._is_good(self._with_steps(steps[:count], base)))
@@ -209,6 +214,10 @@ class Bisection:
             names = chosen_names(self.options.folder / "aten_names.json", environ)
         except subprocess.TimeoutExpired:
             names = []
+        if not names:
+            self.listener.say(
+                "FlagGems did not list its operators, see aten_names.log; the recorded ones are looked into"
+            )
         recorded = [name for name in files.aten_functions() if name in names or not names]
         idle = [name for name in names if name not in recorded] if recorded else []
         return [*idle, *(recorded or names)], len(idle)

@@ -326,8 +326,8 @@ CALLED = {"all_reduce": 5, "_all_gather_into_tensor": 1, "broadcast_object": 2}
 class World:
     """A simulated SGLang with the plugin.
 
-    wrong: operators, functions, operations, OTHER_OPERATIONS or "plugin" whose presence moves every value; with
-    ``fails`` the server ends instead. native_runs, runs: whether it starts without the plugin, and at all.
+    wrong: operators, functions, operations, OTHER_OPERATIONS, "plugin" or "recording" whose presence moves every value;
+    with ``fails`` the server ends instead. native_runs, runs: whether it starts without the plugin, and at all.
     """
 
     wrong: frozenset[str] = frozenset()
@@ -341,6 +341,8 @@ class World:
             return set()
         settings = load_settings(environ, platform="cpu")
         on = {"plugin"}
+        if settings.aten.record:
+            on.add("recording")
         if settings.ops.enabled:
             white = settings.ops.whitelist
             on |= {name for name in CLASSES if name not in settings.ops.blacklist and (white is None or name in white)}
@@ -486,6 +488,22 @@ def test_a_server_that_never_runs_cannot_be_bisected(simulate: Simulate) -> None
     """Given a server that runs in no way, then an error after the two baselines."""
     with pytest.raises(CannotRunError, match="neither without the plugin nor with all layers off"):
         simulate(World(runs=False))
+
+
+def test_a_server_that_differs_from_itself_is_told(simulate: Simulate) -> None:
+    """Given no layer on and answers that differ all the same, then an error says that they do not come twice."""
+    off = {"SGLANG_FL_OOT_ENABLED": "0", "USE_FLAGGEMS": "0", "SGLANG_FL_DIST_BACKEND": "torch"}
+    with pytest.raises(CannotRunError, match="does not give the same answers twice"):
+        simulate(World(frozenset({"recording"}), native_runs=False), **off)
+
+
+def test_without_a_list_of_flaggems_the_recorded_operators_are_searched(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a FlagGems that cannot be listed, then what was recorded is searched."""
+    monkeypatch.setattr(bisect_run, "chosen_names", lambda path, environ: [])
+    _, verdict = simulate(World(frozenset({RECORDED[7]})))
+    assert verdict.item == RECORDED[7]
 
 
 def test_a_second_culprit_is_told_of(simulate: Simulate) -> None:
