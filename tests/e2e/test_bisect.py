@@ -223,7 +223,7 @@ def left_of(folder: Path) -> list[str]:
 def finish(process: subprocess.Popen[str], folder: Path) -> Ended:
     """Wait for the end."""
     try:
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=1200)
     finally:
         process.kill()
     path = folder / "bisect" / "report.json"
@@ -304,7 +304,7 @@ def test_an_interrupt_leaves_nothing(models: Mapping[Family, Path], tmp_path: Pa
     """Given a server that is starting, when the user presses Ctrl-C, then the run ends and no process is left."""
     process = start(Run(), tmp_path, models[Family.QWEN2])
     log = tmp_path / "bisect" / "01-native.log"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not (log.exists() and "server_args=" in log.read_text()):
         assert time.monotonic() < until, "the server said nothing"
         time.sleep(0.1)
