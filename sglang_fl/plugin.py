@@ -418,8 +418,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
             method_hooks = coordinator.audited_hooks(state.clock, state.ledger)
         coordinator.let_dynamo_trace(method_hooks)
         hooks += method_hooks
-        if plugin.platform == "cuda":
-            hooks += state.graph_hooks()
+        hooks += state.failure_hooks(has_graphs=plugin.platform == "cuda")
     if plugin.platform == "cpu":
         hooks += cpu.hooks()
     plugin.groups = state

@@ -126,6 +126,7 @@ class GraphReplays:
             MONITOR.watch(self)
         if key not in self._rings:
             self._rings[key] = CallRing(f"{recorder.name} graphs", recorder.ranks, recorder.device)
+            MONITOR.notice(self._rings[key], self.limit_s())
         return self._rings[key]
 
 

@@ -27,9 +27,10 @@ from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import CommMode, Settings
 from sglang_fl.selection import Kind
-from sglang_fl.sglang_hooks import graphs
+from sglang_fl.sglang_hooks import graphs, shared_memory
 from sglang_fl.sglang_hooks.native import NativeTransport
 from sglang_fl.sglang_hooks.registration import Hook, HookKind, count_applied, dead, foreign
+from sglang_fl.sglang_hooks.requests import Requests
 
 logger = logging.getLogger("sglang_fl.comm")
 
@@ -114,11 +115,16 @@ class Groups:
             Hook(f"{PARALLEL_STATE}.initialize_model_parallel", self._after_initialize, HookKind.AFTER),
         ]
 
-    def graph_hooks(self) -> list[Hook]:
-        """Hooks that make each replay of a graph a recorded call; none where calls are not recorded."""
+    def failure_hooks(self, has_graphs: bool) -> list[Hook]:
+        """Hooks that let the monitor see what SGLang does without a group's method, and that leave nothing behind."""
+        found = shared_memory.hooks()
         if not self.settings.comm.record:
-            return []
-        return graphs.hooks(GraphReplays(lambda: self._operation_limit_s() or OPERATION_TIMEOUT_S))
+            return found
+        found += Requests(self._watched_limit_s).hooks()
+        return found + (graphs.hooks(GraphReplays(self._watched_limit_s)) if has_graphs else [])
+
+    def _watched_limit_s(self) -> float:
+        return self._operation_limit_s() or OPERATION_TIMEOUT_S
 
     def _after_init_world_group(
         self, result: Any, ranks: Any, local_rank: Any, backend: Any, recovered_rank: bool = False
