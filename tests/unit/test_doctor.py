@@ -202,7 +202,7 @@ def fail():
     raise OSError("no such device")
 
 def parts():
-    return [("what refuses", refuse), ("what fails", fail), ("the last", Report)]
+    return [("the first", Report), ("what refuses", refuse), ("what fails", fail), ("the last", Report)]
 """
 
 
@@ -252,6 +252,31 @@ def test_a_look_that_raises_costs_itself_and_leaves_no_process(tmp_path: Path, m
     while psutil.pid_exists(started) and psutil.Process(started).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "it is still running"
         time.sleep(0.05)
+
+
+FIRST_FAILS = """
+def fail():
+    raise ImportError("no torch")
+
+def parts():
+    return [("torch", fail), ("what needs it", fail)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "word"),
+    [
+        (FIRST_FAILS, "torch", "ImportError: no torch"),
+        ("import a_module_of_nobody", "the start of a process", "a_module_of_nobody"),
+    ],
+)
+def test_what_fails_at_first_is_told_once(
+    source: str, name: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a first part, or a process, that fails, then the one reason is told, and what stands on it is not tried."""
+    child = _run(source, tmp_path, monkeypatch)
+    assert set(child.results) == {name}
+    assert word in _reason(child, name)
 
 
 # --- the report ---
@@ -309,7 +334,8 @@ def test_what_two_looks_find_alike_is_told_once() -> None:
     report = Report()
     for place in ("a", "b"):
         report.add(Report(problems=[Finding("SGLang", "absent", "Install it.")], versions=[Fact(place, "1")]))
-    assert len(report.problems) == 1
+        report.add(Report(problems=[Finding("SGLang", "refused: absent", "Install it.")]))
+    assert [each.found for each in report.problems] == ["absent"]
     assert [each.name for each in report.versions] == ["a", "b"]
 
 

@@ -75,9 +75,13 @@ def examine(quick: bool, nnodes: int | None, master: str | None, limit_s: float)
     report.add(surroundings.versions())
     report.add(surroundings.shadowing(Path.cwd(), sys.path))
     report.add(surroundings.network_of(os.environ, nnodes, master))
-    with _progress(list(children.values())) as tick:
+    try:
+        with _progress(list(children.values())) as tick:
+            for child in children.values():
+                child.wait(tick)
+    finally:
         for child in children.values():
-            child.wait(tick)
+            child.kill()
     _collect(report, children)
     if len(modules) == 1:
         reason = _NOT_LOOKED_AT if wrong.problems else "not looked at: --quick"

@@ -85,13 +85,17 @@ class Child:
             tick()
             time.sleep(_TICK_S)
         is_late = self._process.poll() is None
-        with contextlib.suppress(ProcessLookupError):  # also what it has started
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         code = self._process.wait()
         self._reader.join(_SPARE_S)
-        if self.doing:
-            self.results[self.doing] = Failure(self._reason(code, is_late))
+        if self.doing or code:
+            self.results[self.doing or "the start of a process"] = Failure(self._reason(code, is_late))
         self._errors.close()
+
+    def kill(self) -> None:
+        """End it, and what it has started; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _reason(self, code: int, is_late: bool) -> str:
         self._errors.seek(0)
@@ -129,9 +133,12 @@ def child(module: str, descriptor: str, limit_s: str) -> None:
 
 
 def _done(parts: list[Part]) -> Iterator[tuple[str, Any]]:
-    for name, look in parts:
+    for number, (name, look) in enumerate(parts):
         yield name, None
-        yield name, _outcome(look)
+        outcome = _outcome(look)
+        yield name, outcome
+        if number == 0 and isinstance(outcome, Failure):
+            return  # the others stand on the first, and would fail for the same reason
 
 
 def _outcome(look: Callable[[], Any]) -> Any:

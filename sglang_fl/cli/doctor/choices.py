@@ -117,7 +117,7 @@ def collectives() -> Report:
     policy = communicator_policy(chosen)
     selection, problem = _select(context, policy)
     report = Report()
-    if problem:
+    if problem and not _is_flagcx_told(chosen):
         report.problems.append(Finding("collectives", problem, _COMM_ACTION))
     report.problems += _not_as_asked(chosen, selection)
     for operation in Operation:
@@ -184,8 +184,8 @@ def _not_as_asked(chosen: Settings, selection: Selection) -> list[Finding]:
         return []
     first = communicator_order(chosen)[0]
     taken = selection.chosen
-    if _is_of(first, (taken.kind.value, taken.impl_id, taken.vendor)) or (first == FLAGCX and not _opens(chosen)):
-        return []  # that FlagCX cannot be opened has been told
+    if _is_of(first, (taken.kind.value, taken.impl_id, taken.vendor)) or _is_flagcx_told(chosen):
+        return []
     reasons = [each for each in selection.passed_over if first in (each.impl_id, Kind.VENDOR.value)] or [
         PassedOver(first, "nothing here is of that name")
     ]
@@ -220,14 +220,18 @@ def _routes(name: str, chosen: Settings) -> str:
     return f"by size: {'|'.join(map(str, own))}" if own else ""
 
 
-def _opens(chosen: Settings) -> bool:
+def _is_flagcx_told(chosen: Settings) -> bool:
+    """Whether FlagCX comes first and cannot be opened, which is a problem of its own already."""
     from sglang_fl.comm.backends.flagcx import FlagCXError
+    from sglang_fl.comm.policy import communicator_order
 
+    if communicator_order(chosen)[0] != FLAGCX:
+        return False
     try:
         _flagcx_operations(chosen)
     except FlagCXError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _flagcx_operations(chosen: Settings) -> frozenset[str]:

@@ -156,10 +156,10 @@ class Report:
         return not self.problems
 
     def add(self, part: Report) -> None:
-        """Put what one look has found to the rest; what was found before is not told twice."""
-        known = {finding.found for finding in (*self.problems, *self.warnings)}
+        """Put what one look has found to the rest; what was found before, in as many words, is not told twice."""
+        known = [finding.found for finding in (*self.problems, *self.warnings)]
         for own, new in ((self.problems, part.problems), (self.warnings, part.warnings)):
-            own += [finding for finding in new if finding.found not in known]
+            own += [finding for finding in new if not any(text in finding.found for text in known)]
         for each in fields(self):
             if each.name not in ("problems", "warnings", "network"):
                 getattr(self, each.name).extend(getattr(part, each.name))
