@@ -36,7 +36,7 @@ class RecordedTransport(Transport):
         self.capabilities = inner.capabilities
         self.extra_bytes = inner.extra_bytes
         self._context = context
-        self._ring = self._new_ring(f"{context.name} {inner.name}", context.ranks)
+        self._ring = self._new_ring(f"{context.name} {inner.name}", context.ranks, inner.interrupt)
         self._directions: dict[tuple[int, int], CallRing] = {}
         self._transfers: dict[tuple[Operation, int], Callable[..., Work]] = {}
         for method, subject in _COLLECTIVES.items():
@@ -95,13 +95,14 @@ class RecordedTransport(Transport):
         ring = self._directions.get(direction)
         if ring is None:
             name = f"{self._ring.name} {direction[0]}>{direction[1]}"
-            ring = self._directions[direction] = self._new_ring(name, direction)
+            # Gloo has no way to end a transfer that waits, but its own limit.
+            ring = self._directions[direction] = self._new_ring(name, direction, None)
         call = _around(ring, _TRANSFERS[operation], getattr(self.inner, operation.value))
         self._transfers[operation, peer] = call
         return call
 
-    def _new_ring(self, name: str, ranks: tuple[int, ...]) -> CallRing:
-        ring = CallRing(name, ranks, self._context.device, interrupt=self.interrupt)
+    def _new_ring(self, name: str, ranks: tuple[int, ...], interrupt: Callable[[], bool] | None) -> CallRing:
+        ring = CallRing(name, ranks, self._context.device, interrupt=interrupt)
         self._context.watch(ring)
         return ring
 

@@ -131,7 +131,8 @@ class CallRing(Recorder):
         last = self.rows[self.number % len(self.rows)]
         if last is not None:
             rows.append(last)
-        open_rows = [row for row in rows if not row[ENDED]]
+        # A copy first: a row may end while it is looked at.
+        open_rows = [row for row in map(list, rows) if not row[ENDED] and row[TIME_OUT] is None]
         return _shown(min(open_rows, key=lambda row: int(row[_NUMBER]))) if open_rows else None
 
     def ask_for_mark(self) -> None:
