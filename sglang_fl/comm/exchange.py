@@ -49,6 +49,7 @@ class Exchange:
     _values: list[Any] | None = None
     _missing: list[int] | None = None
     _problem: str = ""
+    _is_over: bool = False
     _keys: list[str] = field(default_factory=list)
 
     def run(self, value: Any) -> list[Any]:
@@ -69,6 +70,7 @@ class Exchange:
         talk.join(self.limit_s + LATE_LIMIT_S + _ANSWER_LIMIT_S)
         if self._values is not None:
             return self._values
+        self._is_over = True
         FAILED.append(self.stage)
         raise AgreementError(self._text(time.monotonic() - start_s))
 
@@ -76,7 +78,7 @@ class Exchange:
         try:
             store.set(self._keys[self.rank], pickle.dumps((this_process(), value)).hex())
             self._missing = self._wait(store)
-            if not self._missing:
+            if not self._missing and not self._is_over:
                 answers = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in self._keys]
                 PROCESSES.update(zip(self.ranks, (process for process, _ in answers), strict=True))
                 self._values = [answer for _, answer in answers]

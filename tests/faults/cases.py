@@ -53,6 +53,16 @@ class Case:
         """The other ranks."""
         return [rank for rank in range(self.size) if rank != self.victim]
 
+    def call(self, rank: int) -> str:
+        """A pattern of what that rank waits in. An exception inside a group ends it: what was called there is done."""
+        is_receiver = rank == self.receiver and not (self.fault is Fault.RAISE and self.point is Point.IN_GROUP)
+        return (RECEIVERS_CALLS if is_receiver and self.point in RECEIVERS_CALLS else CALLS)[self.point]
+
+    @property
+    def receiver(self) -> int:
+        """The rank that the victim sends to."""
+        return (self.victim + 1) % self.size
+
     @property
     def limit_s(self) -> float:
         """Within which, and two seconds, the others must have ended."""
@@ -71,6 +81,8 @@ ABSENCE = {
 CALLS = {
     Point.IN_ALL_REDUCE: rf"all_reduce float32\[{LARGE}\]",
     Point.BETWEEN_CALLS: r"all_reduce float32\[5\]",
-    Point.IN_GROUP: r"(group_end|send|recv)[^:]*",
-    Point.IN_TRANSFER: r"(recv float32\[7\] rank \d|all_reduce float32\[3\])",
+    Point.IN_GROUP: r"all_reduce float32\[3\]",
+    Point.IN_TRANSFER: r"all_reduce float32\[3\]",
 }
+# The same of the one rank that waits for the victim's data; the others have gone on to the next call.
+RECEIVERS_CALLS = {Point.IN_GROUP: r"group_end", Point.IN_TRANSFER: r"recv float32\[7\] rank \d"}

@@ -23,7 +23,8 @@ from tests.faults.cases import Case
 from tests.faults.program import Rank
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_STACKS_AFTER_S = 20.0  # of a rank that does not end
+_START_LIMIT_S = 60.0
+_STACKS_AFTER_S = 75.0  # of a rank that does not end
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -69,7 +70,7 @@ class Run:
 
 
 def run_cases(cases: Sequence[Case], folder: Path, environment: dict[str, str], limit_s: float) -> list[Run]:
-    """Run all ``cases`` at once; survivors that still run ``limit_s`` seconds after the start are killed."""
+    """Run all ``cases`` at once; survivors that still run ``limit_s`` seconds after all were ready are killed."""
     runs = []
     with warnings.catch_warnings():
         # Python 3.12 warns of a fork beside other threads; a rank touches none of their locks.
@@ -81,6 +82,7 @@ def run_cases(cases: Sequence[Case], folder: Path, environment: dict[str, str], 
             runs.append(run)
             for rank in range(case.size):
                 _start(run, rank, environment)
+    _let_go(runs, time.monotonic() + _START_LIMIT_S)
     _wait(runs, time.monotonic() + limit_s)
     for run in runs:
         _end(run)
@@ -115,6 +117,15 @@ def _main(case: Case, rank: int, folder: Path, environment: dict[str, str], pare
         (folder / f"raised-{rank}").write_text(json.dumps(report))
         traceback.print_exc()
         raise
+
+
+def _let_go(runs: Sequence[Run], deadline_s: float) -> None:
+    """When every rank is ready; one that is not by then tells why in its case."""
+    waited_for = [run.folder / f"ready-{rank}" for run in runs for rank in range(run.case.size)]
+    while time.monotonic() < deadline_s and not all(path.exists() for path in waited_for):
+        time.sleep(0.02)
+    for run in runs:
+        (run.folder / "go").touch()
 
 
 def _wait(runs: Sequence[Run], deadline_s: float) -> None:

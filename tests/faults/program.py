@@ -23,7 +23,7 @@ from sglang_fl.comm.communicator import CommunicatorFL
 from tests.faults.cases import CREATION_LIMIT_S, LARGE, LIMIT_S, Case, Fault, Point
 
 _FLOAT32 = 7  # flagcx.h
-_RENDEZVOUS_LIMIT_S = 30.0
+_RENDEZVOUS_LIMIT_S = 60.0
 _TRAPPED = (
     "all_reduce",
     "all_gather_into_tensor",
@@ -55,8 +55,9 @@ class Rank:
         self._connect()
         if self.case.backend == "flagcx":
             _trap_torch()
+        if self.case.point.is_creation:
+            self._get_ready()
         if self._suffers(Point.BEFORE_CREATION):
-            self._wait_for([f"connected-{rank}" for rank in range(self.case.size)])
             self.strike()
         if self._suffers(Point.DURING_CREATION):
             self._plant_in_creation()
@@ -66,13 +67,14 @@ class Rank:
             device="cpu",
             ranks=range(self.case.size),
             name="tp:0",
-            timeout_s=CREATION_LIMIT_S,
+            timeout_s=CREATION_LIMIT_S if self.case.point.is_creation else _RENDEZVOUS_LIMIT_S,
             operation_timeout_s=LIMIT_S,
         )
         assert communicator.backend == self.case.backend
         assert communicator.exceptions() == {}
         for _ in range(3):
             self._reduce(communicator, 1024)
+        self._get_ready()
         _POINTS[self.case.point](self, communicator)
 
     def strike(self) -> None:
@@ -114,14 +116,16 @@ class Rank:
         self._reduce(communicator, 3)
 
     def in_transfer(self, communicator: CommunicatorFL) -> None:
-        victim, partner = self.case.victim, (self.case.victim + 1) % self.case.size
+        victim, receiver = self.case.victim, self.case.receiver
         for turn in range(2):
             if self.is_victim:
                 if turn:
                     self.strike()
-                communicator.send(torch.full((7,), 3.0), dst=partner)
-            elif self.rank == partner:
+                communicator.send(torch.full((7,), 3.0), dst=receiver)
+                communicator.recv(torch.Size([1]), torch.float32, src=receiver)
+            elif self.rank == receiver:
                 assert communicator.recv(torch.Size([7]), torch.float32, src=victim).tolist() == [3.0] * 7
+                communicator.send(torch.ones(1), dst=victim)
         self._reduce(communicator, 3)
 
     def _suffers(self, point: Point) -> bool:
@@ -138,7 +142,11 @@ class Rank:
             self._wait_for(["port"])
             store = dist.TCPStore("127.0.0.1", int(place.read_text()), is_master=False, timeout=limit)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.case.size)
-        (self.folder / f"connected-{self.rank}").touch()
+
+    def _get_ready(self) -> None:
+        """Wait until all ranks of all cases have come so far: what starting takes is no part of any limit."""
+        (self.folder / f"ready-{self.rank}").touch()
+        self._wait_for(["go"])
 
     def _wait_for(self, names: list[str]) -> None:
         until_s = time.monotonic() + _RENDEZVOUS_LIMIT_S

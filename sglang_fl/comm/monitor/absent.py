@@ -13,10 +13,24 @@ from sglang_fl.comm.processes import State
 SILENCE_S = 30.0
 _READ_LIMIT_S = 0.5
 _POLL_S = 0.02
-# How long a call goes on after its peer: it may have done its part before it went.
-_PATIENCE_S = {Absence.KILLED: 1.0, Absence.ENDED: 3.0, Absence.GONE: 1.0, Absence.SILENT: 0.0}
-# Where the call has failed already, only for the last word of the peer.
-_IMPATIENCE_S = {Absence.KILLED: 0.0, Absence.ENDED: 0.0, Absence.GONE: 0.5, Absence.SILENT: 0.0}
+# How long a call goes on after its peer: it may have done its part before it went, and one that followed another
+# rank has told so.
+_PATIENCE_S = {
+    Absence.KILLED: 1.0,
+    Absence.ENDED: 3.0,
+    Absence.FOLLOWED: 5.0,
+    Absence.GONE: 1.0,
+    Absence.SILENT: 0.0,
+}
+# Where the call has failed already, there is nothing to wait for but a peer's last word.
+_IMPATIENCE_S = {
+    Absence.KILLED: 0.0,
+    Absence.ENDED: 0.0,
+    Absence.FOLLOWED: 1.5,
+    Absence.GONE: 0.5,
+    Absence.SILENT: 0.0,
+}
+_WORD_LIMIT_S = 0.5
 
 
 class Peers:
@@ -34,22 +48,21 @@ class Peers:
 
         ``has_failed``: it will not be done.
         """
-        found, patience_s = [], _IMPATIENCE_S if has_failed else _PATIENCE_S
-        for rank in ranks:
-            missing = None if rank == self.rank else self._lost(rank, now_s)
-            if missing is not None and now_s - self._gone_s[rank] >= patience_s[missing.absence]:
-                found.append(missing)
-        return self._causes(found)
+        patience_s = _IMPATIENCE_S if has_failed else _PATIENCE_S
+        found = [entry for rank in ranks if rank != self.rank and (entry := self._lost(rank, now_s)) is not None]
+        gone_for_s = {entry: now_s - self._gone_s[entry.rank] for entry in found}
+        if any(entry.absence is Absence.GONE and gone_for_s[entry] < _WORD_LIMIT_S for entry in found):
+            return ()  # its last word may still be read
+        causes = _causes(found) or found
+        due = any(gone_for_s[entry] >= patience_s[entry.absence] for entry in causes)
+        return self._or_stopped(causes) if due else ()
 
-    def _causes(self, lost: list[Missing]) -> tuple[Missing, ...]:
-        """A rank that has ended because it found another one missing is not the one to look at."""
-        beats = {} if self._board is None else self._board.beats
-        causes = [missing for missing in lost if not ((beat := beats.get(missing.rank)) and beat.concluded)]
-        if not causes or any(missing.absence is not Absence.GONE for missing in causes):
-            return tuple(causes or lost)
-        # Those that ended without a word that can be read may have found out who was stopped.
+    def _or_stopped(self, lost: list[Missing]) -> tuple[Missing, ...]:
+        """Those that ended without a word that can be read may have found out who was stopped."""
+        if any(entry.absence is not Absence.GONE for entry in lost):
+            return tuple(lost)
         stopped = (self._stopped(rank) for rank in PROCESSES if rank != self.rank)
-        return tuple(missing for missing in stopped if missing is not None) or tuple(causes)
+        return tuple(entry for entry in stopped if entry is not None) or tuple(lost)
 
     def missing(self, ranks: Iterable[int], key: str, number: int) -> tuple[Missing, ...]:
         """Who of ``ranks`` is not in call ``number`` of the recorder ``key``; only the gravest kind of absence.
@@ -59,10 +72,10 @@ class Peers:
         others = [rank for rank in ranks if rank != self.rank]
         self.read(others, key)
         now_s = time.monotonic()
-        lost = self._causes([missing for rank in others if (missing := self._lost(rank, now_s)) is not None])
-        stopped = tuple(missing for rank in others if (missing := self._stopped(rank)) is not None)
-        elsewhere = (self._elsewhere(rank, key, number) for rank in others)
-        return lost or stopped or tuple(missing for missing in elsewhere if missing is not None)
+        lost = [entry for rank in others if (entry := self._lost(rank, now_s)) is not None]
+        stopped = tuple(entry for rank in others if (entry := self._stopped(rank)) is not None)
+        elsewhere = tuple(entry for rank in others if (entry := self._elsewhere(rank, key, number)) is not None)
+        return self._or_stopped(_causes(lost)) or stopped or elsewhere or tuple(lost)
 
     def _lost(self, rank: int, now_s: float) -> Missing | None:
         absence = self._how_it_went(rank, now_s)
@@ -81,6 +94,8 @@ class Peers:
         if state is not State.GONE and not (beat is not None and beat.left):
             return None
         gone_s = self._gone_s.setdefault(rank, now_s)
+        if beat is not None and beat.concluded:
+            return Absence.FOLLOWED
         if beat is not None and beat.left:
             return Absence.ENDED
         # What it may have said at its end has been read by now, or never will be.
@@ -117,3 +132,8 @@ class Peers:
         board.ask((rank for rank in ranks if rank != self.rank), [key])
         while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + _READ_LIMIT_S:
             time.sleep(_POLL_S)
+
+
+def _causes(lost: list[Missing]) -> list[Missing]:
+    """Without the ranks that have ended because they found another one missing: they are not the ones to look at."""
+    return [entry for entry in lost if entry.absence is not Absence.FOLLOWED]

@@ -19,6 +19,7 @@ from sglang_fl.comm.monitor.verdict import Verdict, as_told, to_tell
 logger = logging.getLogger("sglang_fl.comm")
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
+_CONNECT_LIMIT_S = 1.0
 _PREFIX = "sglang_fl/monitor"
 
 
@@ -58,12 +59,14 @@ class Board:
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
+        self._connected = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang_fl-board", daemon=True)
 
     def start(self) -> None:
-        """Start to talk."""
+        """Start to talk; waits until it can, a second at most, so that nothing else uses the store meanwhile."""
         self._thread.start()
+        self._connected.wait(_CONNECT_LIMIT_S)
 
     @property
     def is_up(self) -> bool:
@@ -105,6 +108,7 @@ class Board:
         said_s = 0.0
         try:
             self._store = self._store.clone()  # where its process is gone or stopped this takes its time
+            self._connected.set()
             while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
                     if not (self._to_tell or self._peers or self._own.left):
@@ -120,6 +124,7 @@ class Board:
         except (RuntimeError, ValueError, TypeError) as error:  # gone, or what is in it is no word of a monitor
             logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
+            self._connected.set()
             self._done.set()
 
     def _beat(self, said_s: float) -> float:

@@ -26,10 +26,13 @@ class GroupWatch:
     limit_s: float
     creation_limit_s: float
     _made: list[Recorder] = field(default_factory=list)
+    _has_ended: bool = False
     _recorders: weakref.ref[Callable[[], tuple[Recorder, ...]]] | None = None
 
     def __call__(self, recorder: Recorder) -> None:
         """Watch ``recorder`` from now on; once the group is created, as long as the group tells of it."""
+        if self._has_ended:
+            return
         if self._recorders is None:
             self._made.append(recorder)
         MONITOR.notice(recorder, self.operation_limit_s())
@@ -41,7 +44,7 @@ class GroupWatch:
 
     def ended(self) -> None:
         """The group is given up."""
-        self._recorders, self._made = None, []
+        self._recorders, self._made, self._has_ended = None, [], True
 
     def recorders(self) -> tuple[Recorder, ...]:
         """Those of the group now; more may come with the first transfer between two ranks."""

@@ -151,10 +151,11 @@ class Monitor:
 
     def _verdict(self, watched: Watched, pending: Pending, now_s: float, has_failed: bool = False) -> Verdict | None:
         ranks = watched.recorder.ranks
+        # In this order: of who has ended because of what it found, that is known at least as early.
+        lost = self._peers.lost(ranks, now_s, has_failed)
         told = None if self._board is None else self._board.verdicts.get(watched.key)
         if told is not None and told.rank != self._rank:
             return self._found(watched, pending.last, pending.waited_s, told.missing, told.rank)
-        lost = self._peers.lost(ranks, now_s, has_failed)
         if lost:
             return self._found(watched, pending.last, pending.waited_s, lost)
         if pending.waited_s < watched.limit_s:
@@ -186,9 +187,9 @@ class Monitor:
             if watched.verdict is not None:
                 return
             watched.dump = self._dump(verdict)
+            if self._board is not None:
+                self._board.tell(watched.key, verdict)  # before the caller's error may end the process
             watched.verdict = verdict
-        if self._board is not None:
-            self._board.tell(watched.key, verdict)
         text = verdict.text(dump=watched.dump)
         if not watched.is_host:
             self._linger()

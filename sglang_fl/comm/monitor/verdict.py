@@ -17,13 +17,14 @@ class Absence(str, Enum):
 
     KILLED = "was killed or crashed"
     ENDED = "ended by itself; its log may hold an error"
+    FOLLOWED = "ended because it had found another rank missing; its log says which"
     GONE = "has ended"
     SILENT = "has given no sign for a long time: it, its machine or the network is gone"
     STOPPED = "is stopped (SIGSTOP, a debugger)"
     ELSEWHERE = "is alive and has not entered the call"
 
 
-_LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.GONE, Absence.SILENT})
+_LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.FOLLOWED, Absence.GONE, Absence.SILENT})
 
 
 @dataclass(frozen=True)
