@@ -9,6 +9,7 @@ exit code must be 1.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -141,13 +142,14 @@ def start(folder: Path, plant: str | None, after: int) -> Server:
     environment = {
         "FLAGCX_PATH": str(ROOT / "build/hostcx"),
         "SGLANG_FL_DIST_BACKEND": "flagcx",
-        "SGLANG_FL_STRICT": "1",
     }
     if plant is not None:
         source = PLANT.format(action=PLANTS[plant], after=after)
         packages = write_distribution(folder / "packages", "planted_leak", source, "sglang.srt.plugins", "load")
         environment["PYTHONPATH"] = str(packages)
-    return Server(model, folder, arguments=("--dtype=float32", "--log-level=warning"), environment=environment, tp=2)
+    return Server(
+        model, folder, arguments=("--dtype=float32", "--log-level-http=warning"), environment=environment, tp=2
+    )
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
@@ -189,6 +191,7 @@ def main(requests: int, json_path: Path | None, plant: str | None) -> None:
         start(Path(folder), plant, settle) as server,
     ):
         click.echo(f"ready after {server.ready_after_s:.0f} s", err=True)
+        assert re.search(r"group \S+ ranks \[0, 1\]: flagcx", server.log()), "the groups are not on FlagCX"
         samples = soak(server, requests)
     verdicts = [
         judge(name, [one for one in series if one.requests >= settle], LIMIT_PER_REQUEST)
