@@ -49,7 +49,8 @@ def chinese() -> Language:
     )
 
 
-def _allowed(text: str, language: Language) -> str:
+def allowed_in_words(text: str, language: Language) -> str:
+    """What ``ValueType.allowed`` says, in a language; KeyError where that has no translation of it."""
     if not language.allowed:
         return text
     for pattern, translation in language.allowed:
@@ -70,7 +71,7 @@ def _row(setting: Field, language: Language) -> str:
         f"`{setting.variable}`",
         f"`{setting.yaml_key}`" if setting.yaml_key else "-",
         setting.doc if language.meanings is None else language.meanings[setting.name],
-        _allowed(setting.type.allowed, language),
+        allowed_in_words(setting.type.allowed, language),
         _default(_defaults(setting), language),
         language.yes if setting.compared else language.no,
     )
