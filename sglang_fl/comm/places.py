@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,6 +48,7 @@ class _Numbers:
 
 
 _numbers = _Numbers()
+_UNKNOWN: tuple[CodeType | None, Place] = (None, 0)
 
 
 @cache
@@ -69,14 +71,27 @@ class CallSite:
         known: of each instruction from which a caller called, the code and the place.
     """
 
-    __slots__ = ("depth", "known")
+    __slots__ = ("_depths", "depth", "known")
 
     def __init__(self) -> None:
         self.depth = 1
         self.known: dict[int, tuple[CodeType, Place]] = {}
+        self._depths: list[int] = []
 
-    def find(self, frame: FrameType | None) -> Place:
-        """The place of the caller, from the operation's own frame; 0 if the whole stack is on the way."""
+    def find(self) -> Place:
+        """The place of the caller of the operation that calls this; 0 if the whole stack is on the way."""
+        for depth in self._depths:
+            try:
+                frame = sys._getframe(1 + depth)
+            except ValueError:
+                continue
+            code, place = self.known.get(frame.f_lasti, _UNKNOWN)
+            if code is frame.f_code:
+                self.depth = depth
+                return place
+        return self._walk(sys._getframe(1))
+
+    def _walk(self, frame: FrameType | None) -> Place:
         depth = 0
         while frame is not None and is_on_the_way(frame.f_code.co_filename):
             frame, depth = frame.f_back, depth + 1
@@ -85,6 +100,8 @@ class CallSite:
         place = _numbers.number(frame.f_code, frame.f_lasti)
         self.depth = depth
         self.known[frame.f_lasti] = (frame.f_code, place)
+        if depth not in self._depths:
+            self._depths.append(depth)
         return place
 
 

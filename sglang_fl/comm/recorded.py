@@ -164,9 +164,9 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
             frame = frame_at(site.depth)
             code, place = known[frame.f_lasti]
             if code is not frame.f_code:
-                place = find(frame_at())
+                place = find()
         except (KeyError, ValueError):  # of another instruction, or from less deep in the stack
-            place = find(frame_at())
+            place = find()
         tensor = arguments[tensor_at]
         peer = None if peer_at is None else arguments[peer_at]
         stream, captured = (0, False) if is_capturing is None else (stream_now(), is_capturing())

@@ -46,9 +46,9 @@ def _all_reduce(
             frame = frame_at(site.depth)
             code, place = known[frame.f_lasti]
             if code is not frame.f_code:
-                place = find(frame_at())
+                place = find()
         except (KeyError, ValueError):
-            place = find(frame_at())
+            place = find()
         result = function(handle, address, address, tensor.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
@@ -70,9 +70,9 @@ def _all_reduce_new(
             frame = frame_at(site.depth)
             code, place = known[frame.f_lasti]
             if code is not frame.f_code:
-                place = find(frame_at())
+                place = find()
         except (KeyError, ValueError):
-            place = find(frame_at())
+            place = find()
         result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
@@ -94,9 +94,9 @@ def _all_gather(
             frame = frame_at(site.depth)
             code, place = known[frame.f_lasti]
             if code is not frame.f_code:
-                place = find(frame_at())
+                place = find()
         except (KeyError, ValueError):
-            place = find(frame_at())
+            place = find()
         result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream(), place)
         if result:
             settle(result, FlagCXOperation.ALL_GATHER, dtype, None, tensor.numel(), tensor.shape)
@@ -117,9 +117,9 @@ def _reduce_scatter(
             frame = frame_at(site.depth)
             code, place = known[frame.f_lasti]
             if code is not frame.f_code:
-                place = find(frame_at())
+                place = find()
         except (KeyError, ValueError):
-            place = find(frame_at())
+            place = find()
         result = function(handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream(), place)
         if result:
             settle(result, FlagCXOperation.REDUCE_SCATTER, dtype, _SUM, output.numel(), tensor.shape)

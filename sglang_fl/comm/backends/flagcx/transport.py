@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from sglang_fl.comm.backends.flagcx.recording import hot_calls
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.marks import raw_stream_of
-from sglang_fl.comm.places import CallSite, Place
+from sglang_fl.comm.places import CallSite
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.selection import Availability, Kind
@@ -144,8 +143,8 @@ class FlagCXTransport(Transport):
         if self._recorder is not None:
             self._recorder.next_place(self._place())
 
-    def _place(self) -> Place:
-        return 0 if self._recorder is None else self._site.find(sys._getframe(1))
+    def _place(self) -> int:
+        return 0 if self._recorder is None else self._site.find()
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
