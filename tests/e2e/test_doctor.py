@@ -351,6 +351,14 @@ def test_folders_of_the_names_without_a_package_hide_nothing(tmp_path: Path) -> 
     assert rows["sglang_fl"]["note"] == str(Path(sglang_fl.__file__).parent)
 
 
+def test_a_module_in_the_folder_that_a_dependency_of_sglang_tries_is_told(tmp_path: Path) -> None:
+    """Given h2.py, which httpx tries to import and nobody has installed, then a warning names the file."""
+    (tmp_path / "h2.py").write_text("")
+    found = doctor(tmp_path)
+    assert found.code == 0, found.problems()
+    assert found.warnings(f"SGLang, started in {tmp_path}, imports {tmp_path}/h2.py")
+
+
 def test_a_copy_of_the_package_in_the_folder_is_reported(tmp_path: Path) -> None:
     """Given another copy, which python -m takes, then the problem names both and what to do."""
     source = Path(sglang_fl.__file__).parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import socket
@@ -15,7 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from sglang_fl.cli.doctor import interface_names, network, render, surroundings
+from sglang_fl.cli.doctor import interface_names, network, render, shadowing, surroundings
 from sglang_fl.cli.doctor.children import Child, Failure
 from sglang_fl.cli.doctor.report import Choice, Fact, Finding, Hooks, Interface, Layer, Network, Other, Report, Setting
 
@@ -151,10 +152,10 @@ def test_a_package_in_the_folder_hides_the_installed_one(tmp_path: Path) -> None
     """Given a folder with a package of our name, then both places and what to do; one without __init__.py does not."""
     installed = _package(tmp_path / "site", "sglang_fl")
     hiding = _package(tmp_path / "hiding", "sglang_fl")
-    (problem,) = surroundings.shadowing(hiding, ["", str(installed)]).problems
+    (problem,) = shadowing.of_names(hiding, ["", str(installed)]).problems
     assert f"imports {hiding}/sglang_fl/__init__.py instead of the installed {installed}" in problem.found
     assert "sglang-fl" in problem.action
-    harmless = surroundings.shadowing(_package(tmp_path / "plain", "sglang_fl", with_init=False), [str(installed)])
+    harmless = shadowing.of_names(_package(tmp_path / "plain", "sglang_fl", with_init=False), [str(installed)])
     assert harmless.problems == [] and "without __init__.py" in harmless.warnings[0].found
 
 
@@ -164,8 +165,23 @@ def test_a_checkout_that_is_what_is_installed_hides_nothing(tmp_path: Path) -> N
     _package(checkout, "plugin")
     other_name = tmp_path / "link"
     other_name.symlink_to(checkout)
-    found = surroundings.shadowing(checkout, [str(checkout), str(other_name)])
+    found = shadowing.of_names(checkout, [str(checkout), str(other_name)])
     assert (found.problems, found.warnings) == ([], [])
+
+
+def test_a_module_that_was_loaded_from_the_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given modules imported from the folder, then one that hides an installed one is a problem, another a warning."""
+    for name in ("doctor_probe_both", "doctor_probe_here"):
+        (tmp_path / f"{name}.py").write_text("")
+    installed = tmp_path / "site"
+    installed.mkdir()
+    (installed / "doctor_probe_both.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("doctor_probe_both", "doctor_probe_here"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    found = shadowing.of_loaded(tmp_path, [str(tmp_path), str(installed)])
+    assert [f"instead of the installed {installed}" in each.found for each in found.problems] == [True]
+    assert [str(tmp_path / "doctor_probe_here.py") in each.found for each in found.warnings] == [True]
 
 
 # --- children ---

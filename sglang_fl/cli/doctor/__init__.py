@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from sglang_fl.cli.doctor import render, surroundings
+from sglang_fl.cli.doctor import render, shadowing, surroundings
 from sglang_fl.cli.doctor.children import Child, Failure
 from sglang_fl.cli.doctor.plugin_in_sglang import MAIN, SPAWNED
 from sglang_fl.cli.doctor.report import Finding, Hooks, Report
@@ -73,7 +73,7 @@ def examine(quick: bool, nnodes: int | None, master: str | None, limit_s: float)
     children = {module: Child(module, limit_s) for module in modules}
     report = wrong
     report.add(surroundings.versions())
-    report.add(surroundings.shadowing(Path.cwd(), sys.path))
+    report.add(shadowing.of_names(Path.cwd(), sys.path))
     report.add(surroundings.network_of(os.environ, nnodes, master))
     try:
         with _progress(list(children.values())) as tick:

@@ -6,11 +6,14 @@ import importlib
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sglang_fl.cli.doctor import shadowing
 from sglang_fl.cli.doctor.children import Part
 from sglang_fl.cli.doctor.report import Fact, Finding, Hooks, Layer, Report
 
@@ -72,10 +75,11 @@ def hooks_here(process: str) -> Report:
     plugin = this_plugin()
     if plugin is None:
         return _not_loaded(process)
+    report = shadowing.of_loaded(Path.cwd(), sys.path)
     assert plugin.groups is not None
     hooks = plugin.groups.hooks
     found = Hooks(process, count_applied(hooks), len(hooks), tuple(dead(hooks)), tuple(foreign(hooks)))
-    report = Report(hooks=[found])
+    report.hooks.append(found)
     if found.dead:
         text = f"hooks are not live in the {process} process: {'; '.join(found.dead)}"
         report.problems.append(Finding("hooks", text, _ACTION))

@@ -1,8 +1,7 @@
-"""What can be told without importing anything heavy: versions, where the package lies, what hides it, the network."""
+"""What can be told without importing anything heavy: versions, where the package lies, the network."""
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import platform
 import socket
@@ -26,8 +25,6 @@ _PACKAGES = {
     "torch_musa": "Moore Threads' torch",
 }
 _ALWAYS = ("sglang", "torch", "triton", "flag_gems")
-# Modules that a folder or file of that name in the working directory would take the place of.
-_IMPORTED = ("sglang_fl", "sglang", "torch", "triton", "flag_gems", "sgl_kernel", "torch_npu", "torch_musa")
 _NAME = "sglang_fl"
 
 
@@ -51,33 +48,6 @@ def versions() -> Report:
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
         text = "PYTHONDONTWRITEBYTECODE is set: every start of a server takes twice as long as it should"
         report.warnings.append(Finding("versions", text, "Unset it."))
-    return report
-
-
-def shadowing(folder: Path, paths: Iterable[str]) -> Report:
-    """What ``python -m`` in ``folder`` would import from there instead of from where it is installed.
-
-    folder: the working directory. paths: the module path of this process.
-    """
-    elsewhere = [path for path in paths if path and Path(path).resolve() != folder]
-    report = Report()
-    for name in _IMPORTED:
-        here = importlib.machinery.PathFinder.find_spec(name, [str(folder)])
-        if here is None:
-            continue
-        installed = importlib.machinery.PathFinder.find_spec(name, elsewhere)
-        if here.origin is None:  # a folder without __init__.py, which Python takes only where there is nothing else
-            if installed is not None and installed.origin is not None:
-                text = f"{folder} holds a folder {name} without __init__.py; Python still uses {installed.origin}"
-                report.warnings.append(Finding("versions", text, "Nothing need be done."))
-            continue
-        if installed is None or installed.origin is None:
-            continue  # it is not installed anywhere else: what lies here is meant
-        if Path(here.origin).resolve() == Path(installed.origin).resolve():
-            continue
-        text = f"python -m, in {folder}, imports {here.origin} instead of the installed {installed.origin}"
-        action = f"Change to another folder, or rename that {name}; the command sglang-fl does not look there."
-        report.problems.append(Finding("versions", text, action))
     return report
 
 
