@@ -48,7 +48,6 @@ class _Numbers:
 
 
 _numbers = _Numbers()
-_UNKNOWN: tuple[CodeType | None, Place] = (None, 0)
 
 
 @cache
@@ -68,15 +67,16 @@ class CallSite:
 
     Attributes:
         depth: at which the last caller lay.
-        known: of each instruction from which a caller called, the code and the place.
+        known: of each instruction from which a caller called, the code of the last such caller, and the place.
     """
 
-    __slots__ = ("_depths", "depth", "known")
+    __slots__ = ("_depths", "_places", "depth", "known")
 
     def __init__(self) -> None:
         self.depth = 1
         self.known: dict[int, tuple[CodeType, Place]] = {}
         self._depths: list[int] = []
+        self._places: dict[tuple[int, int], Place] = {}  # by code, which its number keeps alive, and instruction
 
     def find(self) -> Place:
         """The place of the caller of the operation that calls this; 0 if the whole stack is on the way."""
@@ -85,10 +85,9 @@ class CallSite:
                 frame = sys._getframe(1 + depth)
             except ValueError:
                 continue
-            code, place = self.known.get(frame.f_lasti, _UNKNOWN)
-            if code is frame.f_code:
-                self.depth = depth
-                return place
+            place = self._places.get((id(frame.f_code), frame.f_lasti))
+            if place is not None:
+                return self._found(frame, depth, place)
         return self._walk(sys._getframe(1))
 
     def _walk(self, frame: FrameType | None) -> Place:
@@ -98,10 +97,16 @@ class CallSite:
         if frame is None:
             return 0
         place = _numbers.number(frame.f_code, frame.f_lasti)
-        self.depth = depth
-        self.known[frame.f_lasti] = (frame.f_code, place)
+        if place == 0:
+            return 0
+        self._places[id(frame.f_code), frame.f_lasti] = place
         if depth not in self._depths:
             self._depths.append(depth)
+        return self._found(frame, depth, place)
+
+    def _found(self, frame: FrameType, depth: int, place: Place) -> Place:
+        self.depth = depth
+        self.known[frame.f_lasti] = (frame.f_code, place)
         return place
 
 
