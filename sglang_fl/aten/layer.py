@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ _lock = threading.Lock()
 _outcome: Outcome | None = None
 # What is registered lives as long as this.
 _library: Any = None
+# What profile verified registers while graphs are captured.
+_in_graphs: tuple[flag_gems.Gems, Plan] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,39 @@ def switch_on(settings: Settings) -> Outcome:
         return _outcome
 
 
+def is_for_graphs(settings: Settings) -> bool:
+    """Whether operators are replaced only in what a graph captures: the profile verified, and no white list.
+
+    There GPU time alone counts, and that is what the profile's list was measured by. Outside of a graph FlagGems'
+    launches cost three to ten times PyTorch's on the host.
+    """
+    return settings.aten.whitelist is None and settings.aten.profile is AtenProfile.VERIFIED
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around the capture of graphs and the calls that warm it up: inside, the operators of profile verified are
+    FlagGems'. Nothing changes where the layer is off or replaces operators everywhere.
+    """
+    if _in_graphs is None:
+        yield
+        return
+    try:
+        _register(*_in_graphs)
+    except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the graphs are PyTorch's
+        logger.warning(
+            "[sglang_fl] layer 1, ATen operators: none is replaced in these graphs, FlagGems failed while it "
+            "registered: %s: %s",
+            type(error).__name__,
+            error,
+        )
+        _take_back()
+    try:
+        yield
+    finally:
+        _take_back()
+
+
 def is_asked_for(settings: Settings) -> bool:
     """Whether a user's own setting, not a default, wants the layer."""
     fields = ("aten.enabled", "aten.profile", "aten.whitelist", "aten.verified")
@@ -101,7 +138,7 @@ def _intention(settings: Settings) -> str:
         return f"white list of {len(aten.whitelist)} names"
     if aten.profile is AtenProfile.FULL:
         return "profile full"
-    return f"profile verified of {len(aten.verified)} names"
+    return f"profile verified of {len(aten.verified)} names, inside CUDA graphs"
 
 
 def _off(settings: Settings, reason: str, *more: str) -> Outcome:
@@ -114,6 +151,7 @@ def _off(settings: Settings, reason: str, *more: str) -> Outcome:
 
 
 def _switch_on(settings: Settings) -> Outcome:
+    global _in_graphs
     try:
         gems = flag_gems.load()
     except flag_gems.GemsError as error:
@@ -134,6 +172,9 @@ def _switch_on(settings: Settings) -> Outcome:
         return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
     if not done:
         return _off(settings, f"FlagGems {gems.version} registered no operator", *plan.unknown, *failed)
+    if is_for_graphs(settings):
+        _take_back()
+        _in_graphs = gems, plan
     more = [*plan.unknown, *failed, *_start_records(settings, gems)]
     return Outcome(True, _report(settings, gems, plan, done), tuple(more))
 
@@ -194,7 +235,8 @@ def _start_records(settings: Settings, gems: flag_gems.Gems) -> list[str]:
 def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str]) -> str:
     parts = [
         f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
-        f"({len(done)} ATen overloads){_measured(settings, gems)}"
+        f"({len(done)} ATen overloads){' inside CUDA graphs' if is_for_graphs(settings) else ''}"
+        f"{_measured(settings, gems)}"
     ]
     if plan.left_out:
         shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")

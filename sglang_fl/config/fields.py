@@ -122,7 +122,8 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "aten.profile", "SGLANG_FL_FLAGOS_PROFILE", "flagos_profile", choice_of(AtenProfile), AtenProfile.VERIFIED,
-        "verified: FlagGems replaces the ATen operators of flagos_verified; full: every one that it has.", "full",
+        "verified: FlagGems replaces the ATen operators of flagos_verified inside CUDA graphs; full: all but "
+        "flagos_wrong, everywhere.", "full",
     ),
     # FlagCX joins different chips in one server, and each has its own list.
     Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_fl.aten.layer import Outcome, switch_on
+from sglang_fl.aten.layer import Outcome, capturing, is_for_graphs, switch_on
 from sglang_fl.config import Settings
 from sglang_fl.sglang_hooks.registration import Hook, HookKind
 
@@ -13,9 +13,12 @@ from sglang_fl.sglang_hooks.registration import Hook, HookKind
 # runner in the process, of a draft model for example, calls it again.
 AFTER_DEVICE = "sglang.srt.model_executor.model_runner.ModelRunner.init_torch_distributed"
 
+# Captures the graphs of decoding, after calls that warm them up.
+CAPTURE = "sglang.srt.model_executor.cuda_graph_runner.CudaGraphRunner.capture"
+
 
 def hooks(settings: Settings, report: Callable[[Outcome], None]) -> list[Hook]:
-    """The hook that switches the layer on; ``report`` gets the outcome, once.
+    """The hooks that switch the layer on, or on and off around a capture; ``report`` gets the outcome, once.
 
     In the HTTP server and the detokenizer there is no model runner, so FlagGems is not imported there.
     """
@@ -28,4 +31,10 @@ def hooks(settings: Settings, report: Callable[[Outcome], None]) -> list[Hook]:
             reported = True
             report(outcome)
 
-    return [Hook(AFTER_DEVICE, switch_on_after_device, HookKind.AFTER)]
+    found = [Hook(AFTER_DEVICE, switch_on_after_device, HookKind.AFTER)]
+    return [*found, Hook(CAPTURE, _capture)] if is_for_graphs(settings) else found
+
+
+def _capture(original: Callable[..., None], self: Any) -> None:
+    with capturing():
+        original(self)

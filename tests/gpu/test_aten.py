@@ -118,7 +118,7 @@ def test_replaced_operators_give_the_same_values_also_in_a_graph_and_are_recorde
     device = torch.cuda.device_count() - 1
     path = tmp_path / "gems_aten.txt"
     variables = {
-        "SGLANG_FL_FLAGOS_VERIFIED": "cumsum,embedding",
+        "SGLANG_FL_FLAGOS_WHITELIST": "cumsum,embedding",
         "SGLANG_FLAGGEMS_RECORD": "1",
         "SGLANG_FLAGGEMS_LOG_PATH": str(path),
     }

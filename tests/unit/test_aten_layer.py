@@ -24,12 +24,12 @@ import json, sys
 from sglang_fl.testing.interpreted_flag_gems import pretend_a_hopper_gpu
 pretend_a_hopper_gpu()
 import torch
-from sglang_fl.aten.layer import switch_on
+from sglang_fl.aten.layer import capturing, switch_on
 from sglang_fl.config import load_settings
 def owner(name):
     '''Where the CUDA kernel of an operator was registered.'''
     lines = torch._C._dispatch_dump(name).splitlines()
-    return next(line for line in lines if line.startswith("CUDA: "))
+    return next((line for line in lines if line.startswith("CUDA: ")), "none")
 """
 
 _PLANS = """
@@ -161,23 +161,66 @@ settings = load_settings()
 first, second = switch_on(settings), switch_on(settings)
 assert first is second
 report = asdict(first)
-print(json.dumps(report | {"owners": {name: owner("aten::" + name) for name in sys.argv[1:]}}))
+def owners():
+    return {name: owner("aten::" + name) for name in sys.argv[1:]}
+report["owners"] = owners()
+with capturing():
+    report["in_graphs"] = owners()
+report["afterwards"] = owners()
+print(json.dumps(report))
 """
 
 
 class TestSwitchOn:
     """FlagGems' operators under PyTorch's."""
 
-    def test_only_the_verified_ones_are_replaced_once(self) -> None:
-        """Given two names, when switched on twice, then PyTorch has FlagGems' kernels for those and its own for mm."""
+    def test_the_verified_ones_are_replaced_while_graphs_are_captured(self) -> None:
+        """Given two names, when switched on twice, then a capture has FlagGems' kernels for those, nothing else has."""
         variables = {"SGLANG_FL_FLAGOS_VERIFIED": "cumsum,embedding,no_such_operator"}
         found = answer(run(_PRETEND + _SWITCH, "cumsum", "embedding", "mm", **variables))
         assert found["is_on"]
         assert "profile verified (SGLANG_FL_FLAGOS_VERIFIED) replaces 2 operators" in found["reason"]
+        assert "inside CUDA graphs" in found["reason"]
         assert any("no_such_operator" in text for text in found["warnings"])
-        assert is_flag_gems(found["owners"]["cumsum"])
-        assert is_flag_gems(found["owners"]["embedding"])
-        assert not is_flag_gems(found["owners"]["mm"])
+        assert is_flag_gems(found["in_graphs"]["cumsum"])
+        assert is_flag_gems(found["in_graphs"]["embedding"])
+        assert not is_flag_gems(found["in_graphs"]["mm"])
+        for outside in ("owners", "afterwards"):
+            assert not any(is_flag_gems(owner) for owner in found[outside].values())
+
+    def test_a_white_list_replaces_everywhere(self) -> None:
+        """Given a white list, when switched on, then its operators are FlagGems' in graphs, before and after them."""
+        found = answer(run(_PRETEND + _SWITCH, "cumsum", "mm", SGLANG_FL_FLAGOS_WHITELIST="cumsum"))
+        assert "inside CUDA graphs" not in found["reason"]
+        for when in ("owners", "in_graphs", "afterwards"):
+            assert is_flag_gems(found[when]["cumsum"])
+            assert not is_flag_gems(found[when]["mm"])
+
+    def test_a_failure_at_a_capture_leaves_the_graphs_to_pytorch(self, tmp_path: Path) -> None:
+        """Given a FlagGems that registers once and then raises, when captured, then a warning says so."""
+        more = (
+            "calls = []\n"
+            "def only_enable(lib, include, **_):\n"
+            "    lib.impl('cumsum', cumsum, 'CUDA')\n"
+            "    calls.append(1)\n"
+            "    if len(calls) > 1: raise ValueError('no more')\n"
+        )
+        write_version(tmp_path, "5.0.2", "device", more=more)
+        script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})" + _PRETEND + _SWITCH
+        done = run(script, "cumsum", SGLANG_FL_FLAGOS_VERIFIED="cumsum")
+        assert not is_flag_gems(answer(done)["in_graphs"]["cumsum"])
+        assert "none is replaced in these graphs" in done.stderr
+        assert "ValueError: no more" in done.stderr
+
+    def test_the_hooks_fit_sglang(self) -> None:
+        """Given either kind of profile, then the hooks' targets exist, and only verified has one around the capture."""
+        from sglang_fl.sglang_hooks import aten
+        from sglang_fl.sglang_hooks.registration import misfits
+
+        for profile, count in (("verified", 2), ("full", 1)):
+            found = aten.hooks(load_settings({"SGLANG_FL_FLAGOS_PROFILE": profile}), print)
+            assert not misfits(found)
+            assert len(found) == count
 
     def test_full_replaces_all_but_the_black_list(self) -> None:
         """Given full less mm, when switched on, then mm stays PyTorch's and hundreds of others are FlagGems'."""
@@ -204,7 +247,7 @@ class TestSwitchOn:
 
 def is_flag_gems(owner: str) -> bool:
     """Whether the line of PyTorch's dispatch table names a registration from Python."""
-    return "RegisterCUDA" not in owner
+    return "sglang_fl" in owner
 
 
 _RECORD = """
