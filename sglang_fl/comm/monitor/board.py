@@ -52,6 +52,7 @@ class Board:
         self.heard_s: dict[int, float] = {}  # when a peer's count was last seen to change
         self.read_s = 0.0  # what was asked for by then has been read
         self.verdicts: dict[str, Verdict] = {}
+        self.alarm: Verdict | None = None  # the first that any rank has told, of whatever recorder
         self._store = store
         self._wanted = threading.Condition()
         self._own = Beat()
@@ -119,9 +120,17 @@ class Board:
                     asked_s = time.monotonic()
                 for key, text in told:
                     self._store.set(f"{_PREFIX}/verdict/{key}", text)
+                    self._store.set(f"{_PREFIX}/alarm", text)
                 said_s = self._beat(0.0 if told else said_s)
                 self._read(peers, keys, asked_s)
-        except (RuntimeError, ValueError, TypeError) as error:  # gone, or what is in it is no word of a monitor
+                if self.alarm is None and (text := self._get("alarm")):
+                    self.alarm = as_told(text)
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # gone, or what is in it is no word of a monitor
             logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
             self._connected.set()

@@ -66,6 +66,7 @@ class Monitor:
         self._rank = 0
         self._board: Board | None = None
         self._peers = Peers(0, None)
+        self._has_answered = False
 
     def watch(self, group: Group) -> None:
         """Watch ``group`` as long as it lives. torch.distributed must be initialised."""
@@ -98,6 +99,7 @@ class Monitor:
         self._board = Board(_get_default_store(), self._rank)
         self._board.start()
         self._peers = Peers(self._rank, self._board)
+        self._has_answered = False
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
@@ -124,6 +126,21 @@ class Monitor:
             verdict = self._verdict(entry, found, now_s)
             if verdict is not None:
                 self._conclude(entry, verdict)
+        self._answer_alarm()
+
+    def _answer_alarm(self) -> None:
+        """A rank has found a call that cannot complete: what this one did instead is half of the story."""
+        board = self._board
+        if board is None or board.alarm is None or self._has_answered or board.has_concluded:
+            return
+        self._has_answered = True
+        if board.alarm.rank != self._rank:
+            path = self._write_dump(f"global rank {board.alarm.rank} found: {board.alarm.text()}")
+            logger.error(
+                "[sglang_fl] global rank %d found that a call cannot complete; the calls of this process are in %s",
+                board.alarm.rank,
+                path,
+            )
 
     def _refresh(self) -> None:
         with self._changing:
@@ -186,25 +203,27 @@ class Monitor:
         with watched.lock:
             if watched.verdict is not None:
                 return
-            watched.dump = self._dump(verdict)
+            watched.dump = self._write_dump(verdict.text())
             if self._board is not None:
                 self._board.tell(watched.key, verdict)  # before the caller's error may end the process
             watched.verdict = verdict
         text = verdict.text(dump=watched.dump)
         if not watched.is_host:
-            self._linger()
+            missing = {entry.rank for entry in verdict.missing}
+            if set(watched.recorder.ranks) - missing - {self._rank}:
+                self._linger()
             end_process(text)
         logger.error("[sglang_fl] %s", text)
         watched.recorder.refuse(text)
         watched.recorder.abort(ABORT_LIMIT_S)
 
-    def _dump(self, verdict: Verdict) -> Path | None:
+    def _write_dump(self, reason: str) -> Path | None:
         written: list[Path] = []
         done = {entry.recorder.name: entry.done for entry in self.watched() if not entry.is_host}
 
         def write() -> None:
             try:
-                written.append(dump_calls(verdict.text(), self.dump_folder, rank=self._rank, done=done))
+                written.append(dump_calls(reason, self.dump_folder, rank=self._rank, done=done))
             except DumpError as error:
                 logger.error("[sglang_fl] %s", error)
 
