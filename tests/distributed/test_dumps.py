@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -239,28 +240,24 @@ def test_what_a_rank_did_instead_is_named(
 
 
 def stay_away(context: RankContext, backend: str) -> tuple[int, str]:
-    """The last rank does something else while the others make one more call; SIGUSR1 asks it for its dump.
+    """The last rank does something else while the others make one more call; their monitors ask its for a dump.
 
     Returns:
         the calls before that one, and the error.
     """
-    faulthandler.unregister(signal.SIGUSR1)  # the launcher's own
     group = communicator_of_all(context)
     assert group.backend == backend
     for step in FORWARD:
         step(group)
     before = calls_so_far(group)
     if context.rank == context.world_size - 1:
-        context.store("stopped").wait([str(rank) for rank in range(context.world_size - 1)])
-        os.kill(os.getpid(), signal.SIGUSR1)
         while not list(Path(os.environ["SGLANG_FL_COMM_DUMP_DIR"]).glob(f"*-pid{os.getpid()}-*.json")):
             time.sleep(0.01)
+        everyone_is_done(context)
         return before, ""
     with pytest.raises(CollectiveTimeout) as raised:
         embed(group)
-    store = context.store("stopped")
-    store.set(str(context.rank), "")
-    store.wait([str(rank) for rank in range(context.world_size - 1)])
+    everyone_is_done(context)
     return before, str(raised.value)
 
 
@@ -269,7 +266,7 @@ def stay_away(context: RankContext, backend: str) -> tuple[int, str]:
 def test_who_is_missing_from_a_call_is_named_and_where_it_was(
     hostcx: Path, tmp_path: Path, name: str, world_size: int
 ) -> None:
-    """Given ranks that time out in a call, and one elsewhere that is asked by SIGUSR1, then it is named as missing."""
+    """Given ranks that time out in a call, and one elsewhere, then it leaves a dump as well and is named as missing."""
     errors = run_ranks(stay_away, world_size, name, env=environment(name, hostcx, tmp_path))
     odd, before = world_size - 1, errors[0][0]
     (difference,) = compare(choose_dumps([tmp_path]).dumps).differences
@@ -284,7 +281,9 @@ def test_who_is_missing_from_a_call_is_named_and_where_it_was(
     threads = json.loads(dumps[odd].path.read_text())["threads"]
     (main,) = [thread for thread in threads if thread["name"] == "MainThread"]
     assert any("stay_away" in line for line in main["stack"])
-    assert dumps[odd].reason == "SIGUSR1" and all(f"{LIMIT_S:g} s" in dumps[rank].reason for rank in others)
+    assert re.match(r"global rank \d found: group tp:0", dumps[odd].reason) and all(
+        f"{LIMIT_S:g} s" in dumps[rank].reason for rank in others
+    )
 
 
 def work_on(context: RankContext) -> None:
