@@ -32,7 +32,8 @@ class Block:
     """A fenced block.
 
     line: the 1-based line of its opening fence; language: what stands behind the fence; text: what is inside;
-    needs: what the line above, or a word behind the language, says that it needs; name: what a comment above calls it, for a test of its own.
+    needs: what the line above, or a word behind the language, says that it needs; name: what a comment above calls
+    it, for a test of its own.
     """
 
     page: str

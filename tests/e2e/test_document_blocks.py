@@ -18,7 +18,7 @@ from sglang_fl.config.fields import FIELD_BY_VARIABLE
 from sglang_fl.testing.server import free_port
 from tests.documents import COUNTS, ROOT, Block, blocks, output_pattern
 
-LIMIT_S = 240.0  # against a hang
+LIMIT_S = 600.0  # against a hang
 PORT = "30000"  # of the documents; another one is free for sure
 _DONE = "== end of block"
 
