@@ -87,9 +87,11 @@ class Board:
     def ask(self, peers: Iterable[int], keys: Iterable[str]) -> None:
         """Read the peers' beats and what is told of the recorders of ``keys``; both come into this object later."""
         with self._wanted:
-            self._peers = tuple(sorted({*self._peers, *peers}))
+            asked = set(peers)
+            self._peers = tuple(sorted(asked.union(self._peers)))
             self._keys = tuple(sorted({*self._keys, *keys}))
-            self._wanted.notify()
+            if asked:
+                self._wanted.notify()  # else with the next beat
 
     def tell(self, key: str, verdict: Verdict) -> None:
         """Tell the peers that the recorder of ``key`` cannot go on."""

@@ -119,6 +119,8 @@ class Monitor:
                 {entry.key: entry.recorder.entered() for entry in watched},
                 "" if waits is None else f"{waits.recorder.name} number {slow[0][1].last}",
             )
+            if board.alarm is not None:
+                board.ask((), [entry.key for entry in watched])
             if slow:
                 ranks = {rank for entry, _ in slow for rank in entry.recorder.ranks if rank != self._rank}
                 board.ask(ranks, [entry.key for entry, _ in slow])
@@ -126,7 +128,16 @@ class Monitor:
             verdict = self._verdict(entry, found, now_s)
             if verdict is not None:
                 self._conclude(entry, verdict)
+        for entry in watched:
+            told = self._told(entry)
+            if entry.verdict is None and told is not None:  # this rank makes no call of it, and shall make none
+                self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank))
         self._answer_alarm()
+
+    def _told(self, watched: Watched) -> Verdict | None:
+        """What a peer has found of a recorder."""
+        told = None if self._board is None else self._board.verdicts.get(watched.key)
+        return None if told is None or told.rank == self._rank else told
 
     def _answer_alarm(self) -> None:
         """A rank has found a call that cannot complete: what this one did instead is half of the story."""
@@ -170,8 +181,8 @@ class Monitor:
         ranks = watched.recorder.ranks
         # In this order: of who has ended because of what it found, that is known at least as early.
         lost = self._peers.lost(ranks, now_s, has_failed)
-        told = None if self._board is None else self._board.verdicts.get(watched.key)
-        if told is not None and told.rank != self._rank:
+        told = self._told(watched)
+        if told is not None:
             return self._found(watched, pending.last, pending.waited_s, told.missing, told.rank)
         if lost:
             return self._found(watched, pending.last, pending.waited_s, lost)

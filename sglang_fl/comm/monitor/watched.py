@@ -80,7 +80,9 @@ class Watched:
             self._sightings.append((entered, now_s))
         self._take(self.recorder.take_mark())
         with CAPTURES.device_call() as allowed:
-            if allowed and not self._is_broken:
+            if not allowed:
+                return None  # what the device has done is not known now
+            if not self._is_broken:
                 self._look_at_device(now_s, entered)
         while len(self._sightings) > 1 and self._sightings[0][0] <= self.done:
             self._sightings.popleft()
