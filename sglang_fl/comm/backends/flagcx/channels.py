@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext, Work
 
 _ID_TAG = 0x46435821  # away from the tags of the group's other messages
+_MOMENT_S = 0.5
 SENDER, RECEIVER = 0, 1
 _OPERATIONS = (FlagCXOperation.SEND, FlagCXOperation.RECV)  # of the roles
 
@@ -238,15 +240,16 @@ class Channels:
             CommError: the peer did not come within the group's time limit.
         """
         upwards = SENDER if self._context.rank < peer else RECEIVER
-        made = {role: self._make_direction(peer, role) for role in (upwards, 1 - upwards)}
+        ends_s = time.monotonic() + self._context.timeout_s
+        made = {role: self._make_direction(peer, role, ends_s) for role in (upwards, 1 - upwards)}
         return _Pair(outgoing=made[SENDER], incoming=made[RECEIVER])
 
-    def _make_direction(self, peer: int, role: int) -> _Direction:
+    def _make_direction(self, peer: int, role: int, ends_s: float) -> _Direction:
         context = self._context
-        unique_id = self._library.unique_id(context.timeout_s) if role == SENDER else b""
-        unique_id = self._hand_over(unique_id, peer, role)
+        unique_id = self._library.unique_id(_left_s(ends_s)) if role == SENDER else b""
+        unique_id = self._hand_over(unique_id, peer, role, ends_s)
         device = None if self._device is None else context.device.index
-        communicator = FlagCXCommunicator.create(self._library, unique_id, 2, role, context.timeout_s, device)
+        communicator = FlagCXCommunicator.create(self._library, unique_id, 2, role, _left_s(ends_s), device)
         if context.records:
             communicator.recorder = self._record(communicator, peer, role)
         direction = _Direction(communicator, self.new_stream())
@@ -266,10 +269,10 @@ class Channels:
         context.watch(recorder)
         return recorder
 
-    def _hand_over(self, unique_id: bytes, peer: int, role: int) -> bytes:
+    def _hand_over(self, unique_id: bytes, peer: int, role: int, ends_s: float) -> bytes:
         context = self._context
         length = torch.tensor([len(unique_id)])
-        limit = timedelta(seconds=context.timeout_s)
+        limit = timedelta(seconds=_left_s(ends_s))
         arguments: dict[str, Any] = {"group": context.cpu_group, "tag": _ID_TAG}
         try:
             if role == SENDER:
@@ -290,16 +293,22 @@ class Channels:
     def close(self) -> None:
         """Wait briefly for sends under way, then close every pair, in the same order on both of its sides."""
         context = self._context
+        ends_s = time.monotonic() + self.close_limit_s
         for peer, known in sorted(self._peers.items(), key=lambda item: sorted((item[0], context.rank))):
-            ended = known.stop(self.close_limit_s)
+            ended = known.stop(_left_s(ends_s))
             if not ended or known.pair.exception() is not None:
                 continue  # a thread that is stuck in the library keeps what it uses
             pair = known.pair.result()
             upwards = (pair.outgoing, pair.incoming) if context.rank < peer else (pair.incoming, pair.outgoing)
             for direction in upwards:
-                close_within(direction.communicator, self.close_limit_s)
+                close_within(direction.communicator, _left_s(ends_s))
         self._peers.clear()
         self._recorders.clear()
+
+
+def _left_s(ends_s: float) -> float:
+    """Until then; a moment, even if it has come: most steps take none."""
+    return max(_MOMENT_S, ends_s - time.monotonic())
 
 
 def _wait(work: dist.Work | None, limit: timedelta) -> None:
