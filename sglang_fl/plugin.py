@@ -307,6 +307,20 @@ def _check_files(settings: Settings) -> None:
             continue
         allowed = "a file, in a folder that exists and can be written"
         raise _wrong(settings, field_name, allowed, "Make the folder or name another file.")
+    _check_dump_folder(settings)
+
+
+def _check_dump_folder(settings: Settings) -> None:
+    from sglang_fl.comm.dumps import DumpError, check_folder
+
+    folder = settings.comm.dump_dir
+    if folder is None:
+        return
+    try:
+        check_folder(folder)
+    except DumpError as error:
+        allowed = "a folder of this user, no link, that others cannot write into, or one that can be made"
+        raise _wrong(settings, "comm.dump_dir", allowed, f"Name another one: {error}") from error
 
 
 def _wrong(
@@ -405,6 +419,9 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
     chosen = f"{describe_order(settings)}, {_mode(settings)}"
     reason = f"{chosen}; SGLang's own methods, none of them is hooked" if is_native else chosen
     plugin.layers.append(LayerState(COMM_LAYER, not is_native, reason))
+    if not settings.comm.record and not is_native:
+        where = settings.source("comm.record").where
+        plugin.notices.append(f"communication is neither recorded nor watched, but for its creation (from {where})")
     native_kinds = frozenset({Kind.VENDOR})
     versions = {"sglang_fl": __version__, **installed_versions()}
     state = groups.Groups(settings, versions, native_kinds)

@@ -107,15 +107,24 @@ def write_dump(
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())
     moment = time.strftime("%Y%m%dT%H%M%S")
     name = f"sglang_fl-comm-{host}-rank{own_rank}-pid{os.getpid()}-{moment}-{next(_numbers)}.json"
-    try:
-        with _opened(place) as descriptor:
-            _write(descriptor, name, text)
-            _limit(descriptor, name)
-    except OSError as error:
-        raise DumpError(f"no dump of the calls can be written into {place}: {error}. {_CHANGE}") from error
+    with _opened(place) as descriptor:
+        _write(descriptor, name, text)
+        _limit(descriptor, name)
     return place / name
 
 
+def check_folder(folder: Path) -> None:
+    """Make ``folder`` if it does not exist, and check that a dump could be written into it.
+
+    Raises:
+        DumpError: as :func:`write_dump`.
+    """
+    with _opened(folder) as descriptor:
+        _write(descriptor, _PROBE, "")
+        os.unlink(_PROBE, dir_fd=descriptor)
+
+
+_PROBE = f"sglang_fl-comm-probe-{os.getpid()}.json"
 _CHANGE = "Set SGLANG_FL_COMM_DUMP_DIR to a folder of your own"
 
 
@@ -192,16 +201,19 @@ def _record(recorder: Recorder, done: int | None) -> dict[str, Any]:
 @contextmanager
 def _opened(folder: Path) -> Iterator[int]:
     """A descriptor of the folder, which from here on is the same one whatever becomes of its name."""
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if folder.is_symlink():
-        raise DumpError(f"the folder of dumps {folder} is a link to {folder.readlink()}. {_CHANGE}, not to a link.")
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        _check(folder, os.fstat(descriptor))
-        yield descriptor
-    finally:
-        os.close(descriptor)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if folder.is_symlink():
+            raise DumpError(f"the folder of dumps {folder} is a link to {folder.readlink()}. {_CHANGE}, not to a link.")
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            _check(folder, os.fstat(descriptor))
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DumpError(f"no dump of the calls can be written into {folder}: {error}. {_CHANGE}.") from error
 
 
 def _check(folder: Path, found: os.stat_result) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sglang_fl.comm import dumps
-from sglang_fl.comm.dumps import PATTERN, DumpError, dump_calls, include, write_dump
+from sglang_fl.comm.dumps import PATTERN, DumpError, check_folder, dump_calls, include, write_dump
 from sglang_fl.comm.recorder import RecordedCall, Recorder, from_row
 from tests.unit.handmade_recorder import HandmadeRecorder
 
@@ -113,6 +113,15 @@ def test_a_folder_that_cannot_be_is_an_error_that_names_it(tmp_path: Path, place
     (tmp_path / "file").write_text("")
     with pytest.raises(DumpError, match=f"{tmp_path / place}.*SGLANG_FL_COMM_DUMP_DIR"):
         write_dump("test", [recorder()], tmp_path / place)
+
+
+def test_a_folder_can_be_checked_before_it_is_needed(tmp_path: Path) -> None:
+    """Given a folder that does not exist yet, then it is made and left empty; one that cannot be is an error now."""
+    check_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    with pytest.raises(DumpError, match="SGLANG_FL_COMM_DUMP_DIR"):
+        check_folder(tmp_path / "missing" / "deeper")
 
 
 def test_at_most_64_dumps_are_kept_and_nothing_else_is_touched(tmp_path: Path) -> None:

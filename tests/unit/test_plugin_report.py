@@ -72,6 +72,7 @@ def refused(**variables: str) -> str:
     [
         ("SGLANG_FL_COMM_AUDIT", "/nonexistent/folder/audit.json", "allowed: a file, in a folder that exists"),
         ("SGLANG_FL_COMM_AUDIT", "/tmp", "allowed: a file, in a folder that exists"),
+        ("SGLANG_FL_COMM_DUMP_DIR", "/nonexistent/folder/dumps", "allowed: a folder of this user, no link"),
         ("ATTENTION_BACKEND", "tritn", "Did you mean 'triton'?"),
         ("SGLANG_FL_PLATFORM", "ascend", "asks for the platform ascend, but torch finds no such device here"),
         ("SGLANG_FL_DIST_BACKEND", "torhc", "Did you mean 'torch'?"),
