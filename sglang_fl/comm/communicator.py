@@ -199,7 +199,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         closing.start()
         closing.join(max(0.5, limit_s))
         if closing.is_alive():
-            logger.warning("group %s: %s did not end within %g s and is abandoned", self.name, transport, END_LIMIT_S)
+            logger.warning(
+                "group %s: %s did not end within %g s and is abandoned", self.name, transport.name, END_LIMIT_S
+            )
             _abandoned.append(transport)
 
     @property
