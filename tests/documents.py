@@ -14,13 +14,29 @@ NEEDS = ("gpu", "network")
 _NEEDS_LINE = re.compile(r"(?:needs|需要): (.*)")
 _NAME_LINE = re.compile(r"<!-- ([\w-]+) -->")
 RUNNABLE = ("sh", "python")
-# Pages whose blocks run in order in a fresh folder, and how many do, need a network, need an accelerator (and
-# mostly a network, too). A block more or less is written down here.
-COUNTS = {
-    "docs/configuration.md": {"run": 5, "network": 1, "gpu": 0},
-    "docs/cpu.md": {"run": 2, "network": 0, "gpu": 0},
-    "docs/operators.md": {"run": 1, "network": 0, "gpu": 4},
-    "docs/quick_start.md": {"run": 10, "network": 3, "gpu": 3},
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What is run of a page, in order in a fresh folder. A block more or less is written down here.
+
+    run: blocks that run here; network, gpu: those that need it (gpu: mostly both); starts_servers: whether they want
+    the machine for themselves; shows_output: whether a block of ``text`` is what the program above it prints.
+    """
+
+    run: int
+    network: int = 0
+    gpu: int = 0
+    starts_servers: bool = False
+    shows_output: bool = True
+
+
+RUNS = {
+    "docs/configuration.md": Runs(run=5, network=1),
+    "docs/cpu.md": Runs(run=2, starts_servers=True),
+    "docs/operators.md": Runs(run=1, gpu=4),
+    "docs/quick_start.md": Runs(run=10, network=3, gpu=3, starts_servers=True),
+    "docs/tools.md": Runs(run=7, network=2, gpu=1, shows_output=False),
 }
 # Pages whose blocks carry names, by which tests of their own take and run them.
 NAMED = {"docs/adding_a_chip.md": ("tests/unit/test_dispatch_template.py", "tests/distributed/test_template.py")}
@@ -50,7 +66,7 @@ class Block:
 
     @property
     def sort(self) -> str:
-        """run, gpu or network: what :data:`COUNTS` counts it as."""
+        """run, gpu or network: what :class:`Runs` counts it as."""
         return "gpu" if "gpu" in self.needs else (*self.needs, "run")[0]
 
     @property
