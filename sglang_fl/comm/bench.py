@@ -1,11 +1,11 @@
 """Benchmark of the communication layer in nccl-tests' columns, all backends beside each other in one run.
 
 Examples:
-    torchrun --nproc-per-node 2 -m sglang_fl.comm.bench -b 1K -e 64M -f 4
-    torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --op all_gather,reduce_scatter --backends flagcx,nccl --graph
-    torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --json before.json --plot before.png
+    torchrun --standalone --nproc-per-node 2 -m sglang_fl.comm.bench -b 1K -e 64M -f 4
+    torchrun --standalone --nproc-per-node 8 -m sglang_fl.comm.bench --op all_gather --backends flagcx,nccl --graph
+    torchrun --standalone --nproc-per-node 8 -m sglang_fl.comm.bench --json before.json --plot before.png
     python -m sglang_fl.comm.bench --compare before.json after.json
-    torchrun --nproc-per-node 8 -m sglang_fl.comm.bench --tune routes.yaml -d bfloat16 -b 1K -e 256M --graph
+    torchrun --standalone --nproc-per-node 8 -m sglang_fl.comm.bench --tune routes.yaml -d bfloat16 -e 256M --graph
     SGLANG_FL_CONFIG=routes.yaml python -m sglang.launch_server ...
 
 What the columns say

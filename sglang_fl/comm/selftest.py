@@ -1,10 +1,10 @@
 """Self-test of the communication layer: every operation over every backend, with data that depends on the rank.
 
 Examples:
-    python -m sglang_fl.comm.selftest --quick                            one process: whether it runs at all
-    torchrun --nproc-per-node 2 -m sglang_fl.comm.selftest               every backend that can be used here
-    torchrun --nproc-per-node 8 -m sglang_fl.comm.selftest --backend flagcx --quick --json selftest.json
-    torchrun --nproc-per-node 2 -m sglang_fl.comm.selftest --op all_reduce,send
+    python -m sglang_fl.comm.selftest --quick                               one process: whether it runs at all
+    torchrun --standalone --nproc-per-node 2 -m sglang_fl.comm.selftest     every backend that can be used here
+    torchrun --standalone --nproc-per-node 8 -m sglang_fl.comm.selftest --backend flagcx --quick --json selftest.json
+    torchrun --standalone --nproc-per-node 2 -m sglang_fl.comm.selftest --op all_reduce,send
     torchrun --nnodes 2 --node-rank R --nproc-per-node 8 --master-addr A --master-port P -m sglang_fl.comm.selftest
         the same command on both hosts, with R 0 and 1 and A the first host's address
         (python -m sglang_fl doctor --nnodes 2 tells that, and whether the network is ready)

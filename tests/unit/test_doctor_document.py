@@ -66,7 +66,15 @@ def test_every_option_that_the_page_names_exists(page: str) -> None:
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
             parse(["--help"])
         known |= set(re.findall(r"--?[a-z][a-z-]*", out.getvalue()))
-    torchruns = {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr"}
+    torchruns = {
+        "--nproc-per-node",
+        "--nnodes",
+        "--node-rank",
+        "--master-addr",
+        "--master-port",
+        "--local-addr",
+        "--standalone",
+    }
     others = {"--help", "--model-path", "--tp", "-m", "-s", "-c"}
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", read(page)))
     assert named - known - torchruns - others == set()
