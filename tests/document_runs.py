@@ -71,6 +71,7 @@ def run(text: str, folder: Path) -> tuple[int, str]:
             _, left = psutil.wait_procs(list(in_session(process.pid)), timeout=5)
             for one in left:
                 one.send_signal(signal.SIGKILL)
+            psutil.wait_procs(left, timeout=5)
     assert left == [], f"left running: {left}\n{output.read_text(errors='replace')[-3000:]}"
     return code, output.read_text(errors="replace")
 
