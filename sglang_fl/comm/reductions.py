@@ -23,7 +23,8 @@ class Reductions(GroupCore):
         if self.world_size == 1:
             return input_
         transport = self._host if input_.is_cpu else self._device
-        self._check_reducible(transport, input_, "all_reduce")
+        if input_.dtype not in transport.capabilities.reducible or input_.is_neg():
+            self._check_reducible(transport, input_, "all_reduce")  # raises: asked here, it costs no call
         if input_.is_contiguous():
             transport.all_reduce(input_)
             return input_

@@ -20,9 +20,9 @@ _SUM = int(ReduceOp.SUM)
 
 
 def hot_calls(
-    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int] | None
 ) -> dict[str, Callable[..., Any]]:
-    """Method to function for the operations that SGLang calls in every layer."""
+    """Method to function for the operations that SGLang calls in every layer; ``stream``: None for host memory."""
     parts = (communicator, types, stream)
     return {
         "all_reduce": _all_reduce(*parts),
@@ -33,7 +33,7 @@ def hot_calls(
 
 
 def _all_reduce(
-    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int] | None
 ) -> Callable[[torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
     site, frame_at = CallSite(), sys._getframe
@@ -49,7 +49,8 @@ def _all_reduce(
                 place = find()
         except (KeyError, ValueError):
             place = find()
-        result = function(handle, address, address, tensor.numel(), dtype, _SUM, stream(), place)
+        raw = stream() if stream else 0
+        result = function(handle, address, address, tensor.numel(), dtype, _SUM, raw, place)
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
 
@@ -57,7 +58,7 @@ def _all_reduce(
 
 
 def _all_reduce_new(
-    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int] | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_REDUCE)
     site, frame_at = CallSite(), sys._getframe
@@ -73,7 +74,9 @@ def _all_reduce_new(
                 place = find()
         except (KeyError, ValueError):
             place = find()
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream(), place)
+        result = function(
+            handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, _SUM, stream() if stream else 0, place
+        )
         if result:
             settle(result, FlagCXOperation.ALL_REDUCE, dtype, _SUM, tensor.numel(), tensor.shape)
         return output
@@ -82,7 +85,7 @@ def _all_reduce_new(
 
 
 def _all_gather(
-    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int] | None
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.ALL_GATHER)
     site, frame_at = CallSite(), sys._getframe
@@ -97,7 +100,9 @@ def _all_gather(
                 place = find()
         except (KeyError, ValueError):
             place = find()
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream(), place)
+        result = function(
+            handle, tensor.data_ptr(), output.data_ptr(), tensor.numel(), dtype, stream() if stream else 0, place
+        )
         if result:
             settle(result, FlagCXOperation.ALL_GATHER, dtype, None, tensor.numel(), tensor.shape)
 
@@ -105,7 +110,7 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int]
+    communicator: FlagCXCommunicator, types: Mapping[torch.dtype, int], stream: Callable[[], int] | None
 ) -> Callable[[torch.Tensor, torch.Tensor], None]:
     function, handle, settle = _bound(communicator, FlagCXOperation.REDUCE_SCATTER)
     site, frame_at = CallSite(), sys._getframe
@@ -120,7 +125,9 @@ def _reduce_scatter(
                 place = find()
         except (KeyError, ValueError):
             place = find()
-        result = function(handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream(), place)
+        result = function(
+            handle, tensor.data_ptr(), output.data_ptr(), output.numel(), dtype, _SUM, stream() if stream else 0, place
+        )
         if result:
             settle(result, FlagCXOperation.REDUCE_SCATTER, dtype, _SUM, output.numel(), tensor.shape)
 

@@ -65,7 +65,8 @@ class FlagCXTransport(Transport):
         self._recorder = communicator.recorder
         if self._recorder is not None:
             # Bound to the object, so that a group that is not recorded asks nothing on its hot path.
-            for method, call in hot_calls(communicator, types, self._stream).items():
+            stream = None if context.device.type == "cpu" else self._stream
+            for method, call in hot_calls(communicator, types, stream).items():
                 setattr(self, method, call)
 
     def recorders(self) -> tuple[Recorder, ...]:
