@@ -87,7 +87,7 @@ def check(page: str, folder: Path) -> None:
     """Run a page's blocks that have no mark, in order: each must succeed, what stands below one as ``text`` must be
     what it printed, and nothing may be left running. The translation has the same blocks (test_documents)."""
     everything = blocks(page)
-    programs = [block for block in everything if block.is_runnable and not block.needs]
+    programs = [block for block in everything if block.is_runnable and block.sort == "run"]
     code, text = run(script(programs), folder)
     done = text.count(_DONE)
     assert code == 0, f"{programs[min(done, len(programs) - 1)].place} failed with code {code}:\n{text[-3000:]}"

@@ -32,14 +32,21 @@ class Runs:
 
 
 RUNS = {
+    "docs/adding_a_chip.md": Runs(run=0, gpu=1),
     "docs/configuration.md": Runs(run=5, network=1),
     "docs/cpu.md": Runs(run=2, starts_servers=True),
     "docs/operators.md": Runs(run=1, gpu=4),
     "docs/quick_start.md": Runs(run=10, network=3, gpu=3, starts_servers=True),
     "docs/tools.md": Runs(run=7, network=2, gpu=1, shows_output=False),
 }
-# Pages whose blocks carry names, by which tests of their own take and run them.
-NAMED = {"docs/adding_a_chip.md": ("tests/unit/test_dispatch_template.py", "tests/distributed/test_template.py")}
+# Blocks with a name above them, and the test that takes and runs them by it.
+NAMED = {
+    "operators-in-tree": "tests/unit/test_dispatch_template.py",
+    "operators-distribution": "tests/unit/test_dispatch_template.py",
+    "operators-compare": "tests/unit/test_dispatch_template.py",
+    "in-tree": "tests/distributed/test_template.py",
+    "distribution": "tests/distributed/test_template.py",
+}
 _PAIRS = {"README.md": "README_zh.md"}
 
 
@@ -66,7 +73,9 @@ class Block:
 
     @property
     def sort(self) -> str:
-        """run, gpu or network: what :class:`Runs` counts it as."""
+        """run, gpu or network, as :class:`Runs` counts it, or named."""
+        if self.name in NAMED:
+            return "named"
         return "gpu" if "gpu" in self.needs else (*self.needs, "run")[0]
 
     @property

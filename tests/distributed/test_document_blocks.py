@@ -11,7 +11,7 @@ from tests.document_runs import check, run, script
 from tests.documents import RUNS, Block
 
 
-@pytest.mark.parametrize("page", [page for page, what in RUNS.items() if not what.starts_servers])
+@pytest.mark.parametrize("page", [page for page, what in RUNS.items() if what.run and not what.starts_servers])
 def test_the_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
     """Given a page, when its blocks without a mark run in order in a fresh folder, then each succeeds, prints what
     the page shows, and nothing is left running."""
