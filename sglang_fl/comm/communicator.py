@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from sglang_fl.comm import dumps
 from sglang_fl.comm.agreement import Agreed, agree
-from sglang_fl.comm.backends.torch_dist import Waiting
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.dump_signal import watch_signal
 from sglang_fl.comm.dumps import include, write_dump
@@ -26,7 +25,6 @@ from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, watch_group
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
-from sglang_fl.comm.ring import CallRing
 from sglang_fl.comm.sizes import SizedTransport, add_routes, settings_to_agree_on
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import ClosedTransport, GroupContext, Transport
@@ -118,8 +116,6 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             # Bound to the object, so that a group without such routes looks none up.
             setattr(self, "all_reduce", self._all_reduce_by_route)  # noqa: B010 - a method is replaced
         self.graph_name = _name_for_graphs(self)
-        self._waiting = Waiting(context.operation_timeout_s)
-        self._barriers = CallRing(f"{self.name} barrier", self.ranks, torch.device("cpu"), interrupt=self._interrupt)
         self._watch = context.watch if isinstance(context.watch, GroupWatch) else watch_group(context)
         self._watch.created(self.recorders)
         include(self)
@@ -136,22 +132,14 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             CollectiveTimeout: they have not all come within the limit; PeerLost: a process is gone.
         """
         self.counts["barrier"] += 1
-        row = self._barriers.enter("barrier")
-        try:
-            self._waiting.finish(torch.distributed.barrier(group=self.context.cpu_group, async_op=True))
-        except CommError as error:
-            raise self._barriers.failed(row, error) from error
-        self._barriers.leave(row)
-
-    def _interrupt(self) -> bool:
-        self._waiting.interrupted = True
-        return True
+        group = self.context.cpu_group
+        self._host_call("barrier", lambda: self._waiting.finish(torch.distributed.barrier(group=group, async_op=True)))
 
     def recorders(self) -> tuple[Recorder, ...]:
         """What records this group's calls; empty where ``comm.record`` is off, and once it is destroyed."""
         if self._closed or not self.context.records:
             return ()
-        found = (*self._device.recorders(), *self._metadata.recorders(), self._barriers)
+        found = (*self._device.recorders(), *self._metadata.recorders(), self._host_calls)
         return tuple(dict.fromkeys(found))
 
     def dump(self, reason: str = "on request") -> Path:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from sglang_fl.comm.agreement import Agreed
-from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.backends.torch_dist import TorchTransport, Waiting, broadcast_objects
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.point_to_point import PendingSends
 from sglang_fl.comm.recorded import recorded
+from sglang_fl.comm.ring import CallRing
 from sglang_fl.comm.types import GroupContext, Transport
 
 
@@ -46,7 +48,31 @@ class GroupCore:
         self._metadata = metadata or host_transport(context)
         self._host: Transport = self._device if context.device.type == "cpu" else self._metadata
         self._sends = PendingSends()
+        # What is called on the CPU group itself: barriers and objects.
+        self._waiting = Waiting(context.operation_timeout_s)
+        self._host_calls = CallRing(
+            f"{self.name} CPU group", self.ranks, torch.device("cpu"), interrupt=self._interrupt
+        )
         self._closed = False
+
+    def _interrupt(self) -> bool:
+        self._waiting.interrupted = True
+        return True
+
+    def _host_call(self, operation: str, call: Callable[[], None]) -> None:
+        row = self._host_calls.enter(operation)
+        try:
+            call()
+        except CommError as error:
+            raise self._host_calls.failed(row, error) from error
+        self._host_calls.leave(row)
+
+    def _broadcast_objects(self, objects: list[Any], src: int) -> None:
+        """``objects`` receives rank ``src``'s, in place; pickled, over the CPU group."""
+        group = self.context.cpu_group
+        self._host_call(
+            "broadcast_object_list", lambda: broadcast_objects(objects, self.ranks[src], group, self._waiting)
+        )
 
     def _check_reducible(self, transport: Transport, tensor: torch.Tensor, method: str) -> None:
         if tensor.dtype in transport.capabilities.reducible:

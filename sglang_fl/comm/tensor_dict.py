@@ -6,7 +6,6 @@ import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from sglang_fl.comm.point_to_point import P2PWork
 
@@ -124,7 +123,7 @@ def _allocate(communicator: Transfers, metadata: TensorMetadata) -> torch.Tensor
 
 def _broadcast_object(communicator: Transfers, value: Any, src: int) -> Any:
     box = [value]
-    dist.broadcast_object_list(box, src=communicator.ranks[src], group=communicator.context.cpu_group)
+    communicator.broadcast_objects(box, src)
     return box[0]
 
 

@@ -41,7 +41,7 @@ class Transfers(GroupCore):
         self.counts["broadcast_object_list"] += 1
         self._check_rank("broadcast_object_list", "src", src)
         if self.world_size > 1:
-            torch.distributed.broadcast_object_list(obj_list, src=self.ranks[src], group=self.context.cpu_group)
+            self._broadcast_objects(obj_list, src)
         return obj_list
 
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
@@ -95,6 +95,10 @@ class Transfers(GroupCore):
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
         self._check_peer("recv_tensor_dict", "src", src)
         return tensor_dicts.receive(self, src, all_gather_group)
+
+    def broadcast_objects(self, objects: list[Any], src: int) -> None:
+        """As :meth:`broadcast_object_list`, uncounted: part of another method."""
+        self._broadcast_objects(objects, src)
 
     def isend(self, tensor: torch.Tensor, dst: int) -> P2PWork:
         """Start to send; the returned work holds the buffer that is read until it is done."""

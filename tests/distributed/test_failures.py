@@ -116,22 +116,26 @@ def test_a_group_without_the_lost_rank_goes_on(backend: dict[str, str]) -> None:
     assert re.search(r"group b:0 .* global rank 2 \(process \d+ on .*\) was killed or crashed", text), text
 
 
-def _barrier_and_objects(context: RankContext) -> list[str]:
+def _on_the_cpu_group(context: RankContext, method: str) -> list[str]:
     group, store = _group(context), context.store("done")
-    group.barrier()
+    call = {"barrier": group.barrier, "broadcast_object_list": lambda: group.broadcast_object_list([1], src=1)}[method]
+    call()
     if context.rank == 1:
         store.wait(["done"])
         return []
-    error, took_s = _failure(group.barrier)
+    error, took_s = _failure(call)
     assert took_s < LIMIT_S + ALLOWANCE_S
     store.set("done", "1")
     return [type(error).__name__, str(error)]
 
 
-def test_a_barrier_is_bounded(backend: dict[str, str]) -> None:
-    """Given a rank that does not come, when another one waits at the barrier, then it gets a CollectiveTimeout."""
-    kind, text = run_ranks(_barrier_and_objects, 2, env=backend)[0]
-    assert kind == "CollectiveTimeout" and "group tp:0 barrier" in text and "number 2, barrier" in text, text
+@pytest.mark.parametrize("method", ["barrier", "broadcast_object_list"])
+def test_what_travels_on_the_cpu_group_is_bounded(method: str, backend: dict[str, str]) -> None:
+    """Given a rank that does not come, when another one waits at the barrier or for its objects, then it gets a
+    CollectiveTimeout that names the call and that rank."""
+    kind, text = run_ranks(_on_the_cpu_group, 2, method, env=backend)[0]
+    assert kind == "CollectiveTimeout" and "group tp:0 CPU group" in text and f"number 2, {method}" in text, text
+    assert "global rank 1 (process " in text, text
 
 
 def _send_to_a_killed_rank(context: RankContext) -> list[str]:
