@@ -20,16 +20,16 @@ APART = ("testing", "__init__", "__main__")  # no floor: the tests' helpers, and
 
 
 def floors(page: str) -> dict[str, int]:
-    """Room to floor, by the page's table."""
+    """Part to floor, by the page's table."""
     rows = re.findall(r"^\| (\d) \| ([^|]*) \|", read(page), flags=re.MULTILINE)
-    return {room: int(floor) for floor, rooms in rows for room in re.findall(r"`([\w.]+)`", rooms)}
+    return {part: int(floor) for floor, names in rows for part in re.findall(r"`([\w.]+)`", names)}
 
 
-def room_of(module: str, rooms: dict[str, int]) -> str:
-    """The room of a module of the package, such as ``comm.backends`` for sglang_fl.comm.backends.flagcx.types."""
+def part_of(module: str, floor_of: dict[str, int]) -> str:
+    """The part of a module of the package, such as ``comm.backends`` for sglang_fl.comm.backends.flagcx.types."""
     parts = module.split(".")[1:]
     candidates = [".".join(parts[:length]) for length in (2, 1)]
-    return next((name for name in candidates if name in rooms), parts[0] if parts else "__init__")
+    return next((name for name in candidates if name in floor_of), parts[0] if parts else "__init__")
 
 
 def modules(node: ast.AST) -> list[str]:
@@ -54,25 +54,25 @@ def imports() -> tuple[tuple[str, str], ...]:
     return tuple(found())
 
 
-def upward(rooms: dict[str, int], pairs: tuple[tuple[str, str], ...]) -> list[str]:
+def upward(floor_of: dict[str, int], pairs: tuple[tuple[str, str], ...]) -> list[str]:
     """The imports that do not go down."""
     wrong = []
     for module, name in pairs:
         if not name.startswith("sglang_fl."):
             continue
-        here, there = room_of(module, rooms), room_of(name, rooms)
-        if here in APART or there in (here, *APART) or there not in rooms:
+        here, there = part_of(module, floor_of), part_of(name, floor_of)
+        if here in APART or there in (here, *APART) or there not in floor_of:
             continue
         layers = {here.partition(".")[0], there.partition(".")[0]}
-        if rooms[there] > rooms[here] or (len(layers) == 2 and layers < LAYERS):
-            wrong.append(f"{module} imports {name}: {here} is on floor {rooms[here]}, {there} on {rooms[there]}")
+        if floor_of[there] > floor_of[here] or (len(layers) == 2 and layers < LAYERS):
+            wrong.append(f"{module} imports {name}: {here} is on floor {floor_of[here]}, {there} on {floor_of[there]}")
     return wrong
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_part_has_a_floor() -> None:
     """Given the package, then each file and folder directly in it is on a floor of the page, or stands apart."""
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert names - set(APART) == {room for room in floors(PAGES[0]) if "." not in room} - {"_flagcx"}
+    assert names - set(APART) == {part for part in floors(PAGES[0]) if "." not in part} - {"_flagcx"}
 
 
 def test_imports_go_down() -> None:
@@ -95,14 +95,14 @@ def test_an_import_that_goes_up_is_noticed(module: str, name: str) -> None:
 
 
 def test_sglang_is_imported_where_the_page_says() -> None:
-    """Given all imports of the package, then SGLang's and ``testing``'s are in the rooms that may have them."""
-    rooms = floors(PAGES[0])
-    with_sglang = {room_of(module, rooms) for module, name in imports() if name.partition(".")[0] == "sglang"}
-    with_testing = {room_of(module, rooms) for module, name in imports() if name.startswith("sglang_fl.testing")}
+    """Given all imports of the package, then SGLang's and ``testing``'s are in the floor_of that may have them."""
+    floor_of = floors(PAGES[0])
+    with_sglang = {part_of(module, floor_of) for module, name in imports() if name.partition(".")[0] == "sglang"}
+    with_testing = {part_of(module, floor_of) for module, name in imports() if name.startswith("sglang_fl.testing")}
     assert with_sglang <= WITH_SGLANG
     assert with_testing <= WITH_TESTING
 
 
 def test_both_languages_have_the_same_floors() -> None:
-    """Given both pages, then their tables put the same rooms on the same floors."""
+    """Given both pages, then their tables put the same floor_of on the same floors."""
     assert floors(PAGES[0]) == floors(PAGES[1])
