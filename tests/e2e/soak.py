@@ -3,7 +3,7 @@
 python -m tests.e2e.soak [--requests 2000] [--json soak.json] [--plant memory|descriptors|shared]
 
 Exit code 0: no process grows. 1: one does, or an answer was wrong. With --plant a scheduler leaks on purpose, and the
-exit code must be 1.
+exit code must be 1. Allocators take some 500 requests to settle: of many fewer than 2,000 they alone may be a miss.
 """
 
 from __future__ import annotations
