@@ -36,7 +36,6 @@ UNCHECKED = {
     "README.md",
     "docs/aten.md",
     "docs/communication.md",
-    "docs/troubleshooting.md",
 }
 
 
