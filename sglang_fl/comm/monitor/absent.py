@@ -11,6 +11,8 @@ from sglang_fl.comm.monitor.verdict import Absence, Missing
 from sglang_fl.comm.processes import State
 
 SILENCE_S = 30.0
+_PAUSE_S = 5.0
+_STORE_HOLDER = 0  # mostly; once the store is gone, nobody else's silence says anything
 _READ_LIMIT_S = 0.5
 _POLL_S = 0.02
 # How long a call goes on after its peer: it may have done its part before it went, and one that followed another
@@ -41,7 +43,7 @@ class Peers:
         self.rank = rank
         self._board = board
         self._gone_s: dict[int, float] = {}
-        self._asked_s: dict[int, float] = {}
+        self._listening_s: dict[int, tuple[float, float]] = {}  # from when, and when last
 
     def lost(self, ranks: Iterable[int], now_s: float, has_failed: bool = False) -> tuple[Missing, ...]:
         """Those of ``ranks`` that are gone for so long that what they took part in would be done by now.
@@ -102,11 +104,15 @@ class Peers:
         return Absence.KILLED if board is not None and board.is_up and board.read_s >= gone_s else Absence.GONE
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
+        """Of a rank on another machine, whether it has said nothing since it is listened to."""
         board = self._board
-        if board is None:
+        if board is None or not (board.is_up or rank == _STORE_HOLDER):
             return False
-        asked_s = self._asked_s.setdefault(rank, now_s)
-        return now_s - max(asked_s, board.heard_s.get(rank, asked_s)) >= SILENCE_S
+        since_s, last_s = self._listening_s.get(rank, (now_s, now_s))
+        if now_s - last_s > _PAUSE_S:
+            since_s = now_s  # beats are read only while a call is slow: what was before says nothing
+        self._listening_s[rank] = (since_s, now_s)
+        return now_s - max(since_s, board.heard_s.get(rank, since_s)) >= SILENCE_S
 
     def _stopped(self, rank: int) -> Missing | None:
         process = PROCESSES.get(rank)

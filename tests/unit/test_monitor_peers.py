@@ -1,0 +1,156 @@
+"""Who is missing, as the monitor sees it: processes of this machine for real, those of another one by their beats."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_fl.comm.exchange import PROCESSES
+from sglang_fl.comm.monitor.absent import SILENCE_S, Peers
+from sglang_fl.comm.monitor.board import Beat
+from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict, as_told, to_tell
+from sglang_fl.comm.processes import Process, State, this_process
+
+
+@dataclass
+class Said:
+    """What has been read of the peers, in the place of a board."""
+
+    is_up: bool = True
+    beats: dict[int, Beat] = field(default_factory=dict)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    read_s: float = 1e12
+
+    def ask(self, *_: object) -> None:
+        """Everything has been read already."""
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this machine, as rank 1."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"], stdout=-1
+    )
+    assert process.stdout is not None and process.stdout.readline()
+    here = this_process()
+    start = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    PROCESSES[1] = Process(here.host, here.machine, process.pid, start)
+    yield process
+    process.kill()
+    process.wait()
+    del PROCESSES[1]
+
+
+def _peers(said: Any) -> Peers:
+    return Peers(0, said)
+
+
+def _kinds(missing: tuple[Missing, ...]) -> list[tuple[int, Absence]]:
+    return [(entry.rank, entry.absence) for entry in missing]
+
+
+def test_a_process_is_told_from_one_of_the_same_number(child: subprocess.Popen[bytes]) -> None:
+    """Given a process, when it runs, is stopped, goes on, dies and is reaped, then its state is that; another start
+    time is another process, and another machine's is not known."""
+    process = PROCESSES[1]
+    assert process.state() is State.RUNS
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert process.state() is State.STOPPED
+    os.kill(child.pid, signal.SIGCONT)
+    assert Process(process.host, process.machine, process.pid, process.start + 1).state() is State.GONE
+    assert Process("other", "another boot/1", process.pid, process.start).state() is State.ELSEWHERE
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process.state() is State.GONE  # a zombie
+    child.wait()
+    assert process.state() is State.GONE
+
+
+def test_a_killed_rank_is_lost_after_a_moment(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank of this machine that is killed, when a call is under way, then it is lost after a second, for it may
+    have done its part; where the call has failed, at once."""
+    child.kill()
+    child.wait()
+    peers = _peers(Said())
+    assert peers.lost([0, 1], 100.0) == ()
+    assert _kinds(peers.lost([0, 1], 101.1)) == [(1, Absence.KILLED)]
+    assert _kinds(_peers(Said()).lost([0, 1], 100.0, has_failed=True)) == [(1, Absence.KILLED)]
+
+
+def test_a_rank_that_said_goodbye_has_ended_by_itself(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank that said that it leaves, when it is gone, then it ended by itself."""
+    child.kill()
+    child.wait()
+    peers = _peers(Said(beats={1: Beat(3, left=True)}))
+    assert _kinds(peers.lost([0, 1], 100.0, has_failed=True)) == [(1, Absence.ENDED)]
+
+
+def test_who_followed_another_rank_is_not_blamed(child: subprocess.Popen[bytes]) -> None:
+    """Given two ranks that are gone, one of which had found the other missing, then the other one alone is named; where
+    nobody else is gone, it is named itself after a while."""
+    child.kill()
+    child.wait()
+    PROCESSES[2] = PROCESSES[1]
+    try:
+        peers = _peers(Said(beats={2: Beat(3, left=True, concluded=True)}))
+        assert _kinds(peers.lost([0, 1, 2], 100.0, has_failed=True)) == [(1, Absence.KILLED)]
+        assert peers.lost([0, 2], 100.5) == ()
+        assert _kinds(peers.lost([0, 2], 105.1)) == [(2, Absence.FOLLOWED)]
+    finally:
+        del PROCESSES[2]
+
+
+def test_a_rank_of_another_machine_is_lost_by_its_silence() -> None:
+    """Given a rank of another machine, when a call is under way, then it is lost once it has said nothing for 30 s
+    since then; what was before that call does not count, and a beat starts the time anew."""
+    PROCESSES[1] = Process("other", "another boot/1", 1, 1)
+    try:
+        said = Said()
+        peers = _peers(said)
+        assert peers.lost([0, 1], 0.0) == ()
+        said.heard_s[1] = 0.3
+        assert peers.lost([0, 1], 3600.0) == ()  # an hour without a slow call
+        for now_s in range(3601, 3600 + int(SILENCE_S)):
+            assert peers.lost([0, 1], float(now_s)) == ()
+        said.heard_s[1] = 3629.0
+        assert peers.lost([0, 1], 3630.1) == ()
+        for now_s in range(3631, 3659):
+            assert peers.lost([0, 1], float(now_s)) == ()
+        assert _kinds(peers.lost([0, 1], 3659.5)) == [(1, Absence.SILENT)]
+    finally:
+        del PROCESSES[1]
+
+
+def test_a_rank_elsewhere_is_named_with_its_last_call(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank that runs and has entered five calls, when the sixth times out, then it is elsewhere, with what it
+    waits in; when it is stopped, that is what is said."""
+    peers = _peers(Said(beats={1: Beat(3, {"k": 5}, "pp:0 flagcx 0>1 number 2")}))
+    (missing,) = peers.missing([0, 1], "k", 6)
+    assert missing.absence is Absence.ELSEWHERE
+    assert missing.last == "its last call of this group is number 5, and it waits in pp:0 flagcx 0>1 number 2"
+    assert peers.missing([0, 1], "k", 5) == ()
+    os.kill(child.pid, signal.SIGSTOP)
+    until_s = time.monotonic() + 5
+    while PROCESSES[1].state() is not State.STOPPED and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert _kinds(peers.missing([0, 1], "k", 5)) == [(1, Absence.STOPPED)]
+
+
+def test_a_verdict_survives_its_way_to_a_peer() -> None:
+    """Given a verdict, when it is told, then the peer reads the same; something else is an error."""
+    stuck = Stuck("tp:0 flagcx", (0, 1), "number 4, all_reduce float32[8]", "model.py:3 forward", 600.0, 600.2)
+    verdict = Verdict(0, stuck, (Missing(1, Absence.STOPPED, "process 7 on a"),))
+    assert as_told(to_tell(verdict)) == verdict
+    with pytest.raises(KeyError):
+        as_told("{}")
+    assert verdict.text().count("global rank 1 (process 7 on a) is stopped") == 1
