@@ -3,12 +3,18 @@
    Prints "whole" and how many entries were read, or what was torn; the exit code tells as well. */
 #include <pthread.h>
 #include <sched.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
+static atomic_ulong rounds_read;
+
+/* Lets every reader go round while an entry is half written. */
 static void pause_at_times(void) {
   static unsigned calls; /* the writer's alone */
-  if (++calls % 16 == 0) sched_yield();
+  if (++calls % 64 != 0) return;
+  const unsigned long until = atomic_load(&rounds_read) + 8;
+  while (atomic_load(&rounds_read) < until) sched_yield();
 }
 #define RING_PAUSE() pause_at_times()
 
@@ -63,7 +69,10 @@ static void *read_calls(void *unused) {
       if (i > 0 && calls[i].number <= calls[i - 1].number && !atomic_exchange(&torn, 1)) puts("torn: out of order");
     }
     if (ring_read_under_way(ring, calls)) look_at(calls);
-    if (ring_read(ring, atomic_load(&ring->entered), calls)) look_at(calls);
+    const uint64_t last = atomic_load(&ring->entered);
+    if (ring_read(ring, last, calls)) look_at(calls);
+    if (last > SIZE && ring_read(ring, last - SIZE, calls)) look_at(calls); /* the one that is being replaced */
+    atomic_fetch_add(&rounds_read, 1);
   }
   return unused;
 }
