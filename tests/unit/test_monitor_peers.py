@@ -93,6 +93,9 @@ def test_a_rank_that_said_goodbye_has_ended_by_itself(child: subprocess.Popen[by
     child.wait()
     peers = _peers(Said(beats={1: Beat(3, left=True)}))
     assert _kinds(peers.lost([0, 1], 100.0, has_failed=True)) == [(1, Absence.ENDED)]
+    assert _kinds(peers.lost([0, 1], 103.1)) == [(1, Absence.ENDED)]
+    assert peers.lost([0, 1], 130.0, on_device=True) == ()  # this rank's own work may lie before the last mark
+    assert _kinds(peers.lost([0, 1], 160.1, on_device=True)) == [(1, Absence.ENDED)]
 
 
 def test_who_followed_another_rank_is_not_blamed(child: subprocess.Popen[bytes]) -> None:

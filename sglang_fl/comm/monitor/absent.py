@@ -24,6 +24,8 @@ _PATIENCE_S = {
     Absence.GONE: 1.0,
     Absence.SILENT: 0.0,
 }
+# On a device the last mark may lie behind long work of this rank alone, after calls that all ranks have done.
+_DEVICE_PATIENCE_S = {**_PATIENCE_S, Absence.ENDED: 60.0, Absence.FOLLOWED: 60.0}
 # Where the call has failed already, there is nothing to wait for but a peer's last word.
 _IMPATIENCE_S = {
     Absence.KILLED: 0.0,
@@ -45,12 +47,15 @@ class Peers:
         self._gone_s: dict[int, float] = {}
         self._listening_s: dict[int, tuple[float, float]] = {}  # from when, and when last
 
-    def lost(self, ranks: Iterable[int], now_s: float, has_failed: bool = False) -> tuple[Missing, ...]:
+    def lost(
+        self, ranks: Iterable[int], now_s: float, has_failed: bool = False, on_device: bool = False
+    ) -> tuple[Missing, ...]:
         """Those of ``ranks`` that are gone for so long that what they took part in would be done by now.
 
-        ``has_failed``: it will not be done.
+        ``has_failed``: it will not be done; ``on_device``: it is work that a device does in its own time.
         """
-        patience_s = _IMPATIENCE_S if has_failed else _PATIENCE_S
+        patience_s = _DEVICE_PATIENCE_S if on_device else _PATIENCE_S
+        patience_s = _IMPATIENCE_S if has_failed else patience_s
         found = [entry for rank in ranks if rank != self.rank and (entry := self._lost(rank, now_s)) is not None]
         gone_for_s = {entry: now_s - self._gone_s[entry.rank] for entry in found}
         if any(entry.absence is Absence.GONE and gone_for_s[entry] < _WORD_LIMIT_S for entry in found):

@@ -180,7 +180,7 @@ class Monitor:
     def _verdict(self, watched: Watched, pending: Pending, now_s: float, has_failed: bool = False) -> Verdict | None:
         ranks = watched.recorder.ranks
         # In this order: of who has ended because of what it found, that is known at least as early.
-        lost = self._peers.lost(ranks, now_s, has_failed)
+        lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host)
         told = self._told(watched)
         if told is not None:
             return self._found(watched, pending.last, pending.waited_s, told.missing, told.rank)
