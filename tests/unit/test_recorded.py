@@ -419,6 +419,23 @@ def test_a_caller_further_out_is_not_taken_for_the_place() -> None:
         assert direct.endswith("inner")
 
 
+def test_callers_of_the_same_shape_are_told_apart(transport: RecordedTransport) -> None:
+    """Given two functions whose calls are the same instruction of each, when they call in turn, then each row has its
+    own function."""
+    tensor = torch.ones(1)
+
+    def one() -> None:
+        transport.all_reduce(tensor)
+
+    def two() -> None:
+        transport.all_reduce(tensor)
+
+    for _ in range(2):
+        one()
+        two()
+    assert [call.place.rpartition(".")[2] for call in ring_of(transport).calls()] == ["one", "two"] * 2
+
+
 def test_a_stack_without_a_caller_has_no_place() -> None:
     """Given a stack that lies on the way as a whole, when a place is taken, then it is empty."""
     found: list[str] = []
