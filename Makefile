@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs/bin/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-deps --progress-bar off
 say = @printf '\n== %s\n' "$(1)"
 # .pyc files halve every server start; torch's own thread pools fight over few cores.
@@ -17,7 +18,7 @@ $(shell rm -f $(VENV)/.installed $(VENV)/.requirements)
 endif
 endif
 
-.PHONY: setup demo test check lint typecheck pytest test-random hostcx sanitize bench clean
+.PHONY: setup demo test check lint typecheck pytest test-random test-faults soak hostcx sanitize bench docs clean
 
 setup: $(VENV)/.installed hostcx
 
@@ -48,7 +49,7 @@ hostcx:
 demo: setup
 	@FLAGCX_PATH="$${FLAGCX_PATH-$(CURDIR)/build/hostcx}" $(BIN)/python -m sglang_fl.testing.demo
 
-test: check pytest sanitize
+test: check docs pytest sanitize
 
 check: lint typecheck
 
@@ -67,10 +68,10 @@ pytest: setup $(VENV)/.network-tools
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
 	$(BIN)/python -m pytest tests/e2e tests/multinode --complete
 
-# The two hosts are made with ip, which needs root.
+# The two hosts are made with ip, which needs root; the documents' blocks call curl.
 $(VENV)/.network-tools: | $(VENV)/.requirements
-	@command -v ip >/dev/null || { echo '== ip is missing: installing iproute2'; apt-get update -qq && apt-get install -y -qq iproute2; } \
-		|| { echo 'the tests of two hosts need the command ip: install the package iproute2'; exit 1; }
+	@{ command -v ip && command -v curl; } >/dev/null || { echo '== ip or curl is missing: installing iproute2 and curl'; apt-get update -qq && apt-get install -y -qq iproute2 curl; } \
+		|| { echo 'the tests need the commands ip and curl: install the packages iproute2 and curl'; exit 1; }
 	@touch $@
 
 # All of the randomised test, of which make test runs a tenth.
@@ -80,6 +81,17 @@ test-random: setup
 		$(BIN)/python -m tests.distributed.random_calls --ranks $$ranks --backend $$backend --calls 10000 || exit 1; \
 	done; done
 
+# Strict: a warning fails, such as a link or an anchor that leads nowhere, or a page that nothing leads to.
+docs: .venv-docs/.requirements
+	$(call say,documents: build/docs/html/index.html)
+	$(DOCS) -m sphinx -q -W --keep-going --fresh-env -c docs/generator -d build/docs/doctrees -b html . build/docs/html
+
+.venv-docs/.requirements: requirements/docs.txt
+	$(call say,installing Sphinx in .venv-docs)
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS) -m pip --disable-pip-version-check install --no-deps --progress-bar off -q -r requirements/docs.txt
+	@touch $@
+
 sanitize:
 	@$(MAKE) --no-print-directory -C csrc/hostcx sanitize OUT="$(CURDIR)/build/sanitize"
 
@@ -87,4 +99,4 @@ bench: setup
 	@$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) .venv-docs
