@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from sglang_fl.config.fields import FIELDS, Field
-from sglang_fl.config.reference import _defaults
+from sglang_fl.config.reference import defaults_in_words
 
 _MARKED = re.compile(r"(<!-- settings: (\w+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 Phrases = tuple[tuple[str, str], ...]
@@ -72,7 +72,7 @@ def _row(setting: Field, language: Language) -> str:
         f"`{setting.yaml_key}`" if setting.yaml_key else "-",
         setting.doc if language.meanings is None else language.meanings[setting.name],
         allowed_in_words(setting.type.allowed, language),
-        _default(_defaults(setting), language),
+        _default(defaults_in_words(setting), language),
         language.yes if setting.compared else language.no,
     )
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -47,7 +47,7 @@ def _group(fields: list[Field]) -> list[str]:
 def _block(field: Field, key: str, indent: str) -> str:
     prefix = f"#{indent}" if indent else ""
     comment = [*textwrap.wrap(field.doc, 105), *textwrap.wrap(f"Allowed: {field.type.allowed}.", 105)]
-    comment.append(f"Default: {_defaults(field)}. Variable: {field.variable}.")
+    comment.append(f"Default: {defaults_in_words(field)}. Variable: {field.variable}.")
     lines = [f"{prefix}# {line}" for line in comment]
     shown = field.default if has_shown_default(field) else field.type.from_text(field.example)
     value = field.type.to_yaml(shown)
@@ -67,7 +67,7 @@ def has_shown_default(field: Field) -> bool:
 _LONGEST_DEFAULT = 60
 
 
-def _defaults(field: Field) -> str:
+def defaults_in_words(field: Field) -> str:
     """The default in words, with what the platforms' files hold instead."""
     words = [field.type.to_text(field.default)]
     for chip in CHIPS:
