@@ -107,6 +107,28 @@ def shared_memory(server: Server) -> set[Path]:
     return paths
 
 
+def comm_diff(folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a user would look at next."""
+    command = [sys.executable, "-m", "sglang_fl", "comm-diff", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def ask_for_dumps(server: Server, folder: Path) -> None:
+    """SIGUSR1 under load: each scheduler writes its calls, which are equal, and works on. Leaves the folder empty."""
+    schedulers = server.schedulers()
+    for process in schedulers:
+        process.send_signal(signal.SIGUSR1)
+    until_s = time.monotonic() + 30
+    while len(list(folder.glob(PATTERN))) < len(schedulers):
+        assert time.monotonic() < until_s, server.log()[-4000:]
+        time.sleep(0.05)
+    done = comm_diff(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the ranks' calls are equal" in done.stdout
+    for path in folder.glob(PATTERN):
+        path.unlink()
+
+
 def wait_for_end(server: Server, limit_s: float) -> float:
     """Seconds until no process of the server is left; they are reaped as a shell would."""
     start_s = time.monotonic()
@@ -138,6 +160,7 @@ def test_the_server_ends_and_names_the_scheduler(fault: Fault, models: Mapping[F
                 while len(clients.answers) < 20:
                     assert not clients.errors
                     time.sleep(0.05)
+                ask_for_dumps(server, dumps)
                 victim.send_signal(fault.number)
                 wait_for_end(server, END_LIMIT_S + LIMIT_S * stopped)
             assert len(clients.errors) == CLIENTS
@@ -157,10 +180,7 @@ def test_the_server_ends_and_names_the_scheduler(fault: Fault, models: Mapping[F
     assert f"did not complete within {LIMIT_S:g} s" in log
     if not fault.is_loaded:
         assert f"This process ends with code {EXIT_CODE}." in log
-    # The dump is what a user would look at next.
-    (path,) = dumps.glob(PATTERN)
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_fl", "comm-diff", str(path)], capture_output=True, text=True, check=False
-    )
+    assert len(list(dumps.glob(PATTERN))) == 1
+    done = comm_diff(dumps)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"rank {fault.rank} left no dump: gone, or stopped" in done.stdout
