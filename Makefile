@@ -81,6 +81,10 @@ test-random: setup
 		$(BIN)/python -m tests.distributed.random_calls --ranks $$ranks --backend $$backend --calls 10000 || exit 1; \
 	done; done
 
+# 2,000 requests through a server at tp=2 on hostcx: memory, descriptors and shared memory that they leave behind.
+soak: setup
+	$(BIN)/python -m tests.e2e.soak --json build/soak.json
+
 # Strict: a warning fails, such as a link or an anchor that leads nowhere, or a page that nothing leads to.
 docs: .venv-docs/.requirements
 	$(call say,documents: build/docs/html/index.html)
