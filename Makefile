@@ -65,6 +65,8 @@ typecheck: setup
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
 	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
+	$(call say,ranks that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
+	$(BIN)/python -m pytest tests/faults --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
 	$(BIN)/python -m pytest tests/e2e tests/multinode --complete
 
@@ -80,6 +82,10 @@ test-random: setup
 	for ranks in 2 3 4; do for backend in torch flagcx; do \
 		$(BIN)/python -m tests.distributed.random_calls --ranks $$ranks --backend $$backend --calls 10000 || exit 1; \
 	done; done
+
+# Each case of the fault matrix twenty times, without a miss.
+test-faults: setup
+	$(BIN)/python -m pytest tests/faults --runs 20 --complete
 
 # 2,000 requests through a server at tp=2 on hostcx: memory, descriptors and shared memory that they leave behind.
 soak: setup

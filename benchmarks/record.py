@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import json
-import os
-import platform
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import Figure, Kind
+from sglang_fl.comm.tools.record import describe_machine, describe_versions, write
+
+__all__ = ["ROOT", "record", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("sglang_fl", "sglang", "torch", "triton", "flag_gems", "cffi")
-
-
-def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and kernel; no name of the machine."""
-    cpu = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if "model name" in line), "")
-    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if "MemTotal" in line), 0)
-    return {
-        "cpu": cpu or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_kib / 2**20, 1),
-        "kernel": platform.release(),
-    }
 
 
 def describe_gpus() -> list[str]:
@@ -37,17 +23,6 @@ def describe_gpus() -> list[str]:
     except ImportError:
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def describe_versions() -> dict[str, str]:
-    """Python and the packages that the figures depend on, where they are installed."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def describe_commit() -> str:
@@ -73,12 +48,6 @@ def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool)
     }
 
 
-def write(content: dict[str, Any], path: Path) -> None:
-    """Write one record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
 def _row(figure: Figure) -> dict[str, Any]:
     bar = None
     if figure.bar is not None:
@@ -91,10 +60,6 @@ def _row(figure: Figure) -> dict[str, Any]:
         "reference_samples": list(figure.reference_samples),
         "bar": bar,
     }
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _git(*arguments: str) -> str:
