@@ -1,5 +1,7 @@
-"""Where the ranks' monitors leave word for each other: a store client of their own, used by a thread of its own.
+"""Where the ranks' monitors leave word for each other: torch.distributed's store, used by a thread of its own.
 
+Not by a client of its own: each new connection has the store's process look up a name, and where no name service
+answers, no rank is served for five seconds. The store is not held either, so that it goes with its process group.
 A call to a store whose process is stopped never returns, and the monitor must go on without it: everything that it
 asks for is what this thread has read last.
 """
@@ -10,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,7 +21,6 @@ from sglang_fl.comm.monitor.verdict import Verdict, as_told, to_tell
 logger = logging.getLogger("sglang_fl.comm")
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
-_CONNECT_LIMIT_S = 1.0
 _PREFIX = "sglang_fl/monitor"
 
 
@@ -45,8 +46,8 @@ class Beat:
 class Board:
     """This rank's word to the others and theirs to it. Its thread starts with the first :meth:`start`."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        """``store``: torch.distributed's; a second client of it is made, which nothing else uses."""
+    def __init__(self, store: Callable[[], Any], rank: int) -> None:
+        """``store`` gives torch.distributed's; RuntimeError once that has ended."""
         self.rank = rank
         self.beats: dict[int, Beat] = {}
         self.heard_s: dict[int, float] = {}  # when a peer's count was last seen to change
@@ -60,14 +61,12 @@ class Board:
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
-        self._connected = threading.Event()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sglang_fl-board", daemon=True)
 
     def start(self) -> None:
-        """Start to talk; waits until it can, a second at most, so that nothing else uses the store meanwhile."""
+        """Start to talk."""
         self._thread.start()
-        self._connected.wait(_CONNECT_LIMIT_S)
 
     @property
     def is_up(self) -> bool:
@@ -110,8 +109,6 @@ class Board:
     def _run(self) -> None:
         said_s = 0.0
         try:
-            self._store = self._store.clone()  # where its process is gone or stopped this takes its time
-            self._connected.set()
             while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
                     if not (self._to_tell or self._peers or self._own.left):
@@ -121,8 +118,8 @@ class Board:
                     keys = self._keys
                     asked_s = time.monotonic()
                 for key, text in told:
-                    self._store.set(f"{_PREFIX}/verdict/{key}", text)
-                    self._store.set(f"{_PREFIX}/alarm", text)
+                    self._store().set(f"{_PREFIX}/verdict/{key}", text)
+                    self._store().set(f"{_PREFIX}/alarm", text)
                 said_s = self._beat(0.0 if told else said_s)
                 self._read(peers, keys, asked_s)
                 if self.alarm is None and (text := self._get("alarm")):
@@ -135,7 +132,6 @@ class Board:
         ) as error:  # gone, or what is in it is no word of a monitor
             logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
-            self._connected.set()
             self._done.set()
 
     def _beat(self, said_s: float) -> float:
@@ -147,7 +143,7 @@ class Board:
             self._own.count += 1
             self._is_fresh = False
             text = json.dumps(asdict(self._own))
-        self._store.set(f"{_PREFIX}/beat/{self.rank}", text)
+        self._store().set(f"{_PREFIX}/beat/{self.rank}", text)
         return now_s
 
     def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:
@@ -164,11 +160,25 @@ class Board:
         self.read_s = asked_s
 
     def _get(self, key: str) -> str:
-        name = f"{_PREFIX}/{key}"
-        return str(self._store.get(name).decode()) if self._store.check([name]) else ""
+        store, name = self._store(), f"{_PREFIX}/{key}"
+        return str(store.get(name).decode()) if store.check([name]) else ""
 
     def _learn(self, key: str, text: str) -> None:
         try:
             self.verdicts[key] = as_told(text)
         except (ValueError, TypeError, KeyError) as error:
             logger.error("[sglang_fl] what a peer tells of %s cannot be read: %s", key, error)
+
+
+def store_of(world: Callable[[], Any]) -> Any:
+    """torch.distributed's store, as long as its process group is still the one of ``world``.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if not dist.is_initialized() or dist.group.WORLD is not world():
+        raise RuntimeError("torch.distributed was ended")
+    return _get_default_store()

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from sglang_fl.comm.dumps import DumpError, dump_calls
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
-from sglang_fl.comm.monitor.board import Board
+from sglang_fl.comm.monitor.board import Board, store_of
 from sglang_fl.comm.monitor.ending import end_process
 from sglang_fl.comm.monitor.verdict import Missing, Stuck, Verdict
 from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
@@ -62,7 +63,7 @@ class Monitor:
         self._changing = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._world: Any = None
+        self._world: Callable[[], Any] = _nothing
         self._rank = 0
         self._board: Board | None = None
         self._peers = Peers(0, None)
@@ -91,12 +92,11 @@ class Monitor:
 
     def _meet(self) -> None:
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store
 
-        if self._world is dist.group.WORLD:
+        if self._world() is dist.group.WORLD:
             return
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
-        self._board = Board(_get_default_store(), self._rank)
+        self._world, self._rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        self._board = Board(partial(store_of, self._world), self._rank)
         self._board.start()
         self._peers = Peers(self._rank, self._board)
         self._has_answered = False
@@ -283,6 +283,10 @@ class Monitor:
     def after_fork(self) -> None:
         """A fork has none of the threads, and watches nothing yet."""
         self._reset()
+
+
+def _nothing() -> None:
+    """No process group yet."""
 
 
 def _failed_call(recorder: Recorder) -> RecordedCall | None:
