@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class DeviceEvent:
+    """An event that any thread may ask: one that never set its device would otherwise make a context on device 0."""
+
+    event: Any
+    device: torch.device
+    module: Any
+
+    def query(self) -> bool:
+        """Whether everything before it is done."""
+        with self.module.device(self.device):
+            return bool(self.event.query())
 
 
 class Marker:
@@ -16,13 +31,14 @@ class Marker:
         self._module = torch.get_device_module(device)
         self.is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", _never)
 
-    def here(self) -> Any:
+    def here(self) -> DeviceEvent | None:
         """An event on the calling thread's current stream; None while that is being captured."""
         if self.is_capturing():
             return None
-        return self._module.current_stream(self._device).record_event()
+        event = self._module.current_stream(self._device).record_event()
+        return DeviceEvent(event, self._device, self._module)
 
-    def on(self, raw_stream: int) -> Any:
+    def on(self, raw_stream: int) -> DeviceEvent | None:
         """An event on a stream, from any thread; None while that is being captured, or if torch cannot name it."""
         stream = self._stream(raw_stream)
         if stream is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -206,3 +207,30 @@ def test_each_direction_has_marks_of_its_own(backend: str) -> None:
     """Given two ranks that send to each other, when they have received, then each direction has its rows and can be
     marked on the stream that it works on."""
     _run(_transfers, backend)
+
+
+def _contexts() -> list[int]:
+    """GPUs on which this process has a context: the driver's answer, without making one."""
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = []
+    for place in range(torch.cuda.device_count()):
+        assert driver.cuDevicePrimaryCtxGetState(place, ctypes.byref(flags), ctypes.byref(active)) == 0
+        if active.value:
+            found.append(place)
+    return found
+
+
+def _watched(context: RankContext) -> list[int]:
+    communicator = _communicator(context)
+    for _ in range(3):
+        communicator.all_reduce(_ones(communicator))
+        time.sleep(1.5)  # the monitor marks, and asks the marks
+    found = _contexts()
+    communicator.destroy()
+    return found
+
+
+def test_the_monitor_makes_no_context_on_another_gpu(backend: str) -> None:
+    """Given ranks on a GPU each, when their calls were watched a while, then each process has its own GPU's context."""
+    assert _run(_watched, backend) == [[0], [1]]
