@@ -14,6 +14,16 @@ _LAYER_LINE = re.compile(r"\[sglang_fl\] (?P<layer>layer \d, [^:]+): (?P<state>o
 _SHARED_GROUP = re.compile(r"\[sglang_fl\] group (?P<group>\S+) ranks \[\d+(?:, \d+)+\]: (?P<backend>[\w.]+)")
 _DISPATCH_LINE = re.compile(r"\[OOT-DISPATCH\] (?P<name>\S+) → (?P<implementation>.*)")
 _RECORD_LINE = re.compile(r"\[\w+\] [\w.]*\.(?P<function>\w+): ")
+# Lines with which SGLang alone ends where the plugin could help: no device that it knows, no package of kernels. Not
+# a model that is missing, an argument, too little memory or time: those are the same with the plugin.
+_NEEDS_PLUGIN = re.compile(
+    r"^(?:\[[^\]]*\] )?(?:"
+    r"(?:\w+\.)*(?:ImportError|ModuleNotFoundError|AttributeError|NotImplementedError|KernelNotAvailableError): "
+    r"|(?:\w+\.)*\w+(?:Error|Exception): .*(?:No accelerator|Unsupported device|not compiled with|NVIDIA driver|"
+    r"no kernel image|cannot open shared object|undefined symbol|sgl_kernel|Could not run '))"
+    r".*$",
+    re.MULTILINE,
+)
 # The audit is written twice a second.
 AUDIT_SETTLES_S = 1.5
 
@@ -81,6 +91,12 @@ class LayerStates:
     not_off: tuple[Part, ...]
     reasons: dict[Part, str]
     backends: dict[str, str]
+
+
+def needs_plugin(log: str) -> str:
+    """The line of the log of SGLang alone that says that it cannot run on this machine by itself; "" if none does."""
+    found = _NEEDS_PLUGIN.search(log)
+    return "" if found is None else found[0].strip()
 
 
 def layer_states(log: str) -> LayerStates:

@@ -89,7 +89,17 @@ def _settings_lines(environment: Environment) -> list[str]:
 
 
 def show(console: Console, bisection: Bisection, verdict: Verdict | None) -> None:
-    """The table of all starts, and the verdict."""
+    """The table of all starts, if there was one, and the verdict."""
+    if bisection.trials:
+        console.print()
+        console.print(_table(bisection))
+    if bisection.tolerance is not None:
+        console.print(bisection.tolerance.describe(), highlight=False, markup=False)
+    for sentence in verdict.sentences if verdict is not None else ():
+        console.print(sentence, style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _table(bisection: Bisection) -> Table:
     table = Table("start", "settings", "outcome", "off by", "first difference", title="Every start")
     for trial in bisection.trials:
         comparison = trial.comparison
@@ -102,12 +112,7 @@ def show(console: Console, bisection: Bisection, verdict: Verdict | None) -> Non
             escape(comparison.first),
         )
         table.add_section()
-    console.print()
-    console.print(table)
-    if bisection.tolerance is not None:
-        console.print(bisection.tolerance.describe(), highlight=False, markup=False)
-    for sentence in verdict.sentences if verdict is not None else ():
-        console.print(sentence, style="bold", highlight=False, markup=False, soft_wrap=True)
+    return table
 
 
 def write_json(path: Path, bisection: Bisection, verdict: Verdict | None) -> None:

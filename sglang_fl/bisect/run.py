@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_fl.bisect.aten_names import chosen_names
 from sglang_fl.bisect.comparison import Comparison, Outcome, Tolerance, compare, tolerance_of
-from sglang_fl.bisect.evidence import AUDIT_SETTLES_S, Files, LayerStates, layer_states
+from sglang_fl.bisect.evidence import AUDIT_SETTLES_S, Files, LayerStates, layer_states, needs_plugin
 from sglang_fl.bisect.parts import (
     AS_CONFIGURED,
     LAYERS,
@@ -119,7 +119,8 @@ class Bisection:
         """Start servers until the first layer and operator that differ are known.
 
         Raises:
-            CannotRunError: no baseline could be started, or it differs from itself.
+            CannotRunError: no baseline could be started, or it differs from itself. The layers off are the baseline
+            only where SGLang alone lacks a device or kernels.
         """
         say = self.listener.say
         say(STARTS)
@@ -152,10 +153,19 @@ class Bisection:
                 return setup
             self._end(trial)
             if setup is NATIVE:
-                self.listener.say("SGLang alone does not run here; the plugin with all layers off takes its place")
+                self._require_need_of_plugin(trial)
         raise CannotRunError(
             "the server runs neither without the plugin nor with all layers off: nothing to compare with"
         )
+
+    def _require_need_of_plugin(self, native: Trial) -> None:
+        reason = needs_plugin((self.options.folder / f"{native.label}.log").read_text(errors="replace"))
+        if not reason:
+            raise CannotRunError(
+                f"SGLang alone, without the plugin, does not serve with these arguments: {native.comparison.first}. "
+                "Nothing to compare with: the last lines of its log are above, start it by hand until it serves"
+            )
+        self.listener.say(f"SGLang alone does not run here ({reason}): the plugin with all layers off takes its place")
 
     def _steps(self, base: Setup) -> list[Part]:
         """What is added to the baseline one after the other, without layers that were off."""

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from sglang_fl.bisect import run as bisect_run
 from sglang_fl.bisect.comparison import Outcome
+from sglang_fl.bisect.evidence import needs_plugin
 from sglang_fl.bisect.parts import (
     OTHER_OPERATIONS,
     ROUTED,
@@ -44,13 +45,15 @@ class World:
     """A simulated SGLang with the plugin.
 
     wrong: operators, functions, operations, OTHER_OPERATIONS, "plugin" or "recording" whose presence moves every value;
-    with ``fails`` the server ends instead. native_runs, runs: whether it starts without the plugin, and at all.
+    with ``fails`` the server ends instead. native_runs, runs: whether it starts without the plugin, and at all; where
+    it does not, its log ends with last_line.
     """
 
     wrong: frozenset[str] = frozenset()
     fails: bool = False
     native_runs: bool = True
     runs: bool = True
+    last_line: str = "ImportError: [sgl_kernel] no library for this machine"
 
     def present(self, environ: Mapping[str, str]) -> set[str]:
         """What is on, from the variables, read as the plugin reads them."""
@@ -84,6 +87,7 @@ class Simulated(Bisection):
         server.log_path().write_text("\n".join([*self._log(present), "the last line of the log"]))
         is_native = not present
         if not self.world.runs or (is_native and not self.world.native_runs):
+            server.log_path().write_text(f"Traceback (most recent call last):\n{self.world.last_line}\n")
             return None, "was not ready after 600 s"
         if self._files is not None and "SGLANG_FL_DISPATCH_LOG" in server.environment:
             self._write_evidence(present)
@@ -205,6 +209,50 @@ def test_a_server_that_never_runs_cannot_be_bisected(simulate: Simulate) -> None
     """Given a server that runs in no way, then an error after the two baselines."""
     with pytest.raises(CannotRunError, match="neither without the plugin nor with all layers off"):
         simulate(World(runs=False))
+
+
+SAME_WITH_THE_PLUGIN = (
+    "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no/such/model'",
+    "launch_server.py: error: unrecognized arguments: --no-such-argument",
+    "torch.OutOfMemoryError: CUDA out of memory.",
+    "[2026-11-30 04:00:00] Ignore import error when loading sglang.srt.models.x: No module named 'y'",
+)
+
+
+@pytest.mark.parametrize("line", SAME_WITH_THE_PLUGIN)
+def test_what_fails_alike_with_the_plugin_costs_no_second_start(
+    line: str, simulate: Simulate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given SGLang alone that fails for a reason in which the plugin has no part, then an error after one start."""
+    shown: list[str] = []
+    monkeypatch.setattr(Simulated, "_end", lambda self, trial: shown.append(trial.tail))
+    with pytest.raises(CannotRunError, match="SGLang alone, without the plugin, does not serve with these arguments"):
+        simulate(World(native_runs=False, last_line=line))
+    assert len(shown) == 1 and line in shown[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: No accelerator (CUDA, XPU, HPU, NPU, MUSA, MPS) is available.",
+        "ModuleNotFoundError: No module named 'sgl_kernel'",
+        "AssertionError: Torch not compiled with CUDA enabled",
+        "OSError: libcudart.so.12: cannot open shared object file: No such file or directory",
+        "[2026-11-30 04:00:00 TP0] NotImplementedError: Could not run 'sgl_kernel::rmsnorm'",
+    ],
+)
+def test_what_the_plugin_is_for_is_recognised(line: str) -> None:
+    """Given a last line that says that a device or kernels are missing, then it is given as the reason."""
+    assert needs_plugin(f"some line\n{line}\nKilled\n") == line
+    assert needs_plugin("") == ""
+
+
+def test_a_run_that_was_interrupted_at_once_shows_no_table(tmp_path: Path) -> None:
+    """Given no start, when shown, then there is no table of starts."""
+    text = io.StringIO()
+    settings = Configured(load_settings({}, platform="cpu"), "torch")
+    show(Console(file=text, width=200), Bisection(Options(("--model-path=m",), tmp_path), settings), None)
+    assert text.getvalue() == ""
 
 
 def test_a_server_that_differs_from_itself_is_told(simulate: Simulate) -> None:
