@@ -193,6 +193,7 @@ def _rank_main(task: _Task) -> None:
         faulthandler.enable(stacks, all_threads=True)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         _apply_environment(task)
+        _forget_backends()
         try:
             function, args = pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
             with _gloo_group(task.context) if task.gloo else contextlib.nullcontext():
@@ -208,6 +209,13 @@ def _rank_main(task: _Task) -> None:
             sys.stderr.flush()
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.disable()
+
+
+def _forget_backends() -> None:
+    """What the parent of a forked rank has discovered was in its own environment."""
+    discovery = sys.modules.get("sglang_fl.comm.discovery")
+    if discovery is not None:
+        discovery.discover_backends.cache_clear()
 
 
 # --- in the parent ---

@@ -24,7 +24,10 @@ SEED = 4
 # dictionaries are made of.
 NO_OPERATIONS = frozenset(
     {
+        "broadcast_objects",
+        "dump",
         "from_agreed",
+        "recorders",
         "exceptions",
         "status",
         "isend",

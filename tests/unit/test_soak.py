@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 from collections.abc import Callable
@@ -77,7 +78,9 @@ def test_a_sample_sees_memory_descriptors_and_shared_memory() -> None:
     from multiprocessing.shared_memory import SharedMemory
 
     before = sample(os.getpid(), 0)
-    kept = bytearray(os.urandom(1)) * (32 * KIB**2)
+    # Pages of its own: a heap may still hold that much of what was freed.
+    kept = mmap.mmap(-1, 32 * KIB**2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    kept.write(b"x" * (32 * KIB**2))
     descriptor = os.open("/dev/null", os.O_RDONLY)
     shared = SharedMemory(create=True, size=4096)
     try:
