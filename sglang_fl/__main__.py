@@ -1,6 +1,9 @@
 """``python -m sglang_fl``."""
 
-from sglang_fl.cli import main
-
 if __name__ == "__main__":
-    main()
+    try:
+        from sglang_fl.cli import main
+
+        main()
+    except KeyboardInterrupt:  # before click could see it
+        raise SystemExit(130) from None

@@ -84,10 +84,7 @@ def command(
     except (ArgumentsError, SettingsError) as error:
         raise click.UsageError(str(error)) from error
     where = folder or Path(tempfile.mkdtemp(prefix="sglang_fl-bisect-"))
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.UsageError(f"--folder {where} cannot be made: {error.strerror}") from error
+    _require_folder(where)
     options = Options(usable, where, ready_limit_s, new_tokens=new_tokens, limit=tolerance)
     if prompts is not None:
         options = Options(usable, where, ready_limit_s, _read_prompts(prompts), new_tokens, tolerance)
@@ -109,6 +106,16 @@ def command(
         write_json(where / REPORT, bisection, verdict)
         click.echo(f"logs, scripts and {REPORT} are in {where}")
     raise SystemExit(2 if verdict is None else int(verdict.part is not None))
+
+
+def _require_folder(path: Path) -> None:
+    """Found out before the first start: the folder is made, not what it should lie in, and a file can be made in it."""
+    try:
+        path.mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise click.UsageError(f"--folder {path} cannot be made or written: {error.strerror}") from error
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from typing import NoReturn
 
 import click
@@ -51,11 +52,24 @@ def commands() -> None:
     """
 
 
+# What a shell gives a command that Ctrl-C has ended.
+INTERRUPTED = 128 + signal.SIGINT
+
+
 def main() -> NoReturn:
-    """Run the command line; an error of ours is its text and exit code 1, without a traceback."""
+    """Run the command line; an error of ours is its text and exit code 1, without a traceback.
+
+    Ctrl-C is exit code 130, not click's 1: for bisect and comm-diff, 1 is a result.
+    """
     try:
-        commands(prog_name="python -m sglang_fl")
+        code = commands(prog_name="python -m sglang_fl", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from error
+    except click.Abort as error:
+        click.echo("interrupted", err=True)
+        raise SystemExit(INTERRUPTED) from error
     except (SettingsError, CommError) as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from error
-    raise SystemExit(0)
+    raise SystemExit(code if isinstance(code, int) else 0)

@@ -29,7 +29,8 @@ one, by the same rule. Routes do not tell dtypes apart: choose -d as your model'
 number of ranks that will serve. SGLang's own methods (native) exist inside SGLang only: native routes of your
 settings stay in front, unmeasured.
 
-Exit code 0; 1 if a result was wrong, a named backend cannot be used, or something could not be run.
+Exit code 0; 1 if a result was wrong, a named backend cannot be used, or something could not be run; 2 if the command
+line is wrong, or a file of --compare cannot be compared.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from sglang_fl.comm.tools.bench_operations import OPERATIONS, Operation, Prepare
 from sglang_fl.comm.tools.candidates import known_names, opened
 from sglang_fl.comm.tools.launch import Launch, launched
 from sglang_fl.comm.tools.measure import Counts, Mode, Result, count_wrong, sampler
+from sglang_fl.comm.tools.options import RanksParser
 from sglang_fl.comm.tools.sizes import parse_size, scan, seconds
 from sglang_fl.comm.tools.watch import Watch
 from sglang_fl.config import SettingsError
@@ -58,6 +60,7 @@ from sglang_fl.config.route_type import OPERATIONS as ROUTABLE
 from sglang_fl.selection import Kind
 
 FAILED = 1
+UNUSABLE = 2
 DEFAULT = ("all_reduce",)
 
 
@@ -76,12 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         if options.compare:
-            print(table.COMPARISON_HEAD)
-            pairs = list(table.compared(*options.compare))
-            for pair in pairs:
-                print(pair)
-            print(table.summary(pairs))
-            return FAILED if any(pair.is_wrong for pair in pairs) else 0
+            return _compare(*options.compare)
         with launched(options.device, options.timeout) as launch, Watch(launch.place.rank, options.timeout) as watch:
             is_right = run(launch, options, watch)
             launch.exchange("end", None)
@@ -91,10 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if is_right else FAILED
 
 
+def _compare(first: Path, second: Path) -> int:
+    try:
+        pairs = list(table.compared(first, second))
+    except CommError as error:
+        print(f"bench: {error}", file=sys.stderr, flush=True)
+        return UNUSABLE
+    for text in (table.COMPARISON_HEAD, *pairs, table.summary(pairs)):
+        print(text)
+    return FAILED if any(pair.is_wrong for pair in pairs) else 0
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
+    parser = RanksParser(
         prog="torchrun --nproc-per-node N -m sglang_fl.comm.bench",
         usage="%(prog)s [options]",
         description=summary,
@@ -165,6 +174,8 @@ def run(launch: Launch, options: argparse.Namespace, watch: Watch) -> bool:
 def _check_files(options: argparse.Namespace) -> None:
     for name in ("json", "csv", "plot", "tune"):
         record.require_writable(f"--{name}", getattr(options, name))
+    if options.plot is not None:
+        plot.require_format(options.plot)
 
 
 def _modes(launch: Launch, options: argparse.Namespace) -> tuple[Mode, ...]:

@@ -21,7 +21,8 @@ first wrong cases with their rank. Settings and versions of all ranks are compar
 that names the ranks. A call that does not move for --timeout seconds ends the run, with the case and the stacks.
 
 Without --backend every backend that can be used is tested; one that is asked for, by --backend or by
-SGLANG_FL_DIST_BACKEND or FLAGCX_PATH, must be usable. Exit code 0 if everything was right, 1 if not.
+SGLANG_FL_DIST_BACKEND or FLAGCX_PATH, must be usable. Exit code 0 if everything was right, 1 if not, 2 if the
+command line is wrong.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from sglang_fl.comm.tools import record
 from sglang_fl.comm.tools.candidates import asked_for, known_names, opened
 from sglang_fl.comm.tools.checks import CHECKS, Check
 from sglang_fl.comm.tools.launch import Launch, launched
+from sglang_fl.comm.tools.options import RanksParser
 from sglang_fl.comm.tools.scope import Case, Scope, Tally, full_cases, quick_cases
 from sglang_fl.comm.tools.sizes import seconds
 from sglang_fl.comm.tools.watch import Watch
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     summary, _, rest = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
+    parser = RanksParser(
         prog="torchrun --nproc-per-node N -m sglang_fl.comm.selftest",
         usage="%(prog)s [options]",
         description=summary,

@@ -191,13 +191,24 @@ def test_a_comparison_of_wrong_results_fails(tmp_path: Path, capsys: pytest.Capt
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Given files without a common row, or that are no records, then one message each."""
     first, other = _record(tmp_path / "first.json", {"a": [1.0]}), _record(tmp_path / "other.json", {"c": [1.0]})
-    assert bench.main(["--compare", str(first), str(other)]) == 1
+    assert bench.main(["--compare", str(first), str(other)]) == 2
     assert "have no measurement in common" in capsys.readouterr().err
-    for number, content in enumerate(("{}", '{"rows": [{"name": "a", "samples": [], "wrong": 0}]}')):
-        broken = tmp_path / f"broken{number}.json"
+    contents = {
+        "": "is empty",
+        "rubbish": "is not JSON (line 1, column 1",
+        "{}": "it has no list of rows",
+        '{"rows": []}': "has no rows",
+        '{"rows": [{"name": "a"}]}': "a row without samples, wrong",
+        '{"rows": [{"name": "a", "samples": [], "wrong": 0}]}': "has no times in its row 'a'",
+    }
+    broken = tmp_path / "broken.json"
+    for content, reason in contents.items():
         broken.write_text(content)
-        assert bench.main(["--compare", str(first), str(broken)]) == 1
-        assert "is no file that this benchmark wrote" in capsys.readouterr().err
+        assert bench.main(["--compare", str(first), str(broken)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, f"bench: {broken} " in err, reason in err) == ("", True, True), err
+    assert bench.main(["--compare", str(first), str(tmp_path / "none.json")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
 
 
 # --- files ---
@@ -205,7 +216,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_plot_is_a_picture(tmp_path: Path) -> None:
     """Given --plot, then a PNG that is not empty is written; matplotlib is among the tests' requirements."""
-    picture = tmp_path / "folder/plot.png"
+    picture = tmp_path / "plot.png"
     arguments = ["--backends", "torch", "-b", "8", "-e", "1K", "-f", "8", "--op", "all_reduce,all_gather"]
     code, out, err = run_bench([*arguments, "--plot", str(picture)])
     assert code == 0, out + err
@@ -219,6 +230,34 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(option:
     assert code == 1
     assert f"{option} {tmp_path} cannot be written" in err
     assert "# all_reduce" not in out
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--tune", "--plot"])
+def test_no_folder_is_made_for_a_file(option: str, tmp_path: Path) -> None:
+    """Given a file in a folder that is not there, then every rank ends at once, and no folder is made."""
+    path = tmp_path / "none" / "file.png"
+    code, out, err = run_bench(["-b", "1K", "-e", "1K", option, str(path)])
+    assert code == 1
+    assert f"{option} {path} cannot be written: No such file or directory" in err
+    assert "# all_reduce" not in out
+    assert not path.parent.exists()
+
+
+def test_a_picture_of_no_known_format_is_refused_before_the_measurement(tmp_path: Path) -> None:
+    """Given a suffix that matplotlib does not know, then every rank ends at once and names those that it knows."""
+    code, out, err = run_bench(["-b", "1K", "-e", "1K", "--plot", str(tmp_path / "plot.docx")])
+    assert code == 1
+    assert "the suffix decides the format" in err and ".png" in err
+    assert "# all_reduce" not in out
+
+
+@pytest.mark.parametrize("module", ["sglang_fl.comm.bench", "sglang_fl.comm.selftest"])
+def test_a_wrong_option_is_told_once(module: str) -> None:
+    """Given an option that is none under torchrun, then rank 0 alone says so, and the run fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
+    done = subprocess.run([*command, "--no-such-option"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("unrecognized arguments: --no-such-option") == 1
 
 
 # --- routes by size ---

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
 from sglang_fl.bisect.comparison import LEAST_TOLERANCE, NOISE_FACTOR, Outcome, Tolerance, compare, tolerance_of
@@ -25,6 +27,7 @@ from sglang_fl.bisect.parts import (
 from sglang_fl.bisect.questions import Answer, AnswerError, ask, sequences_of
 from sglang_fl.bisect.search import first_bad, most_asked
 from sglang_fl.bisect.server import ArgumentsError, LaunchedServer, usable_arguments
+from sglang_fl.cli import frame
 from sglang_fl.config import load_settings
 from tests.unit.bisect_cases import SECOND, answer, answers
 
@@ -279,3 +282,17 @@ def test_the_log_tells_the_layers_by_their_last_word() -> None:
     both = layer_states(LOG + "[2026] [sglang_fl] group tp:0 ranks [0, 1]: flagcx; 8 KiB of memory taken\n")
     assert both.active == (Part.OPERATORS, Part.COMMUNICATION)
     assert both.backends == {"tp:0": "flagcx"}
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), click.Abort()])
+def test_ctrl_c_is_no_result(interrupt: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given Ctrl-C in a command, then the exit code is a shell's 130, not the 1 of a difference."""
+
+    def interrupted(**_: object) -> None:
+        raise interrupt
+
+    monkeypatch.setattr(frame.commands, "invoke", lambda context: interrupted())
+    monkeypatch.setattr(sys, "argv", ["sglang_fl", "bisect"])
+    with pytest.raises(SystemExit) as ended:
+        frame.main()
+    assert ended.value.code == 130

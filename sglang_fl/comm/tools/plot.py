@@ -28,13 +28,25 @@ def load_pyplot() -> Any:
         raise CommError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
 
 
+def require_format(path: Path) -> None:
+    """Found out before the run, not after it.
+
+    Raises:
+        CommError: matplotlib is not installed, or the suffix of ``path`` is no format of it.
+    """
+    load_pyplot()
+    known = importlib.import_module("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise CommError(f"--plot {path}: the suffix decides the format; it may be .{', .'.join(sorted(known))}")
+
+
 def draw(results: Sequence[Result], path: Path) -> None:
     """One row an operation, time on the left, bus bandwidth on the right; a colour a backend and mode, dashed in place.
 
     The suffix of ``path`` decides the format: png, pdf, svg.
 
     Raises:
-        CommError: matplotlib is not installed, or knows no such format.
+        CommError: matplotlib is not installed.
     """
     pyplot = load_pyplot()
     operations = list(dict.fromkeys(each.operation.name for each in results))
@@ -52,11 +64,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize="small")
     ranks, dtype = results[0].world_size, results[0].dtype
     figure.suptitle(f"{ranks} ranks, {dtype}")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         figure.savefig(path)
-    except ValueError as error:
-        raise CommError(f"--plot {path}: {error}") from error
     finally:
         pyplot.close(figure)
 

@@ -69,20 +69,26 @@ def record(devices: Sequence[str], rows: Sequence[dict[str, Any]], **more: Any) 
 
 
 def require_writable(option: str, path: Path | None) -> None:
-    """Found out before the run, not after it.
+    """Found out before the run, not after it, by opening the file; one that was there keeps its content.
 
     Raises:
-        CommError: ``path`` is a folder, or lies where this user may not write.
+        CommError: ``path`` is a folder, or its folder is not there or cannot be written to.
     """
     if path is None:
         return
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise CommError(f"{option} {path} cannot be written; name a file in a folder that can be")
+    is_new = not os.path.lexists(path)
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+        if is_new:
+            path.unlink(missing_ok=True)  # other ranks try it as well
+    except OSError as error:
+        raise CommError(
+            f"{option} {path} cannot be written: {error.strerror}; name a file in a folder that is there and can be"
+        ) from error
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Write one record."""
+    """Write one record; its folder is made if it is not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

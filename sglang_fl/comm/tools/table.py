@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,7 +78,6 @@ _NOT_IN_CSV = ("name", "unit", "samples", "reference", "reference_samples", "bar
 def write_csv(results: Sequence[Result], path: Path) -> None:
     """One line a result, the first one names the columns."""
     rows = [{key: value for key, value in as_row(result).items() if key not in _NOT_IN_CSV} for result in results]
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
@@ -133,7 +133,7 @@ def compared(first: Path, second: Path) -> Iterator[Pair]:
     """What both files have, in the first one's order.
 
     Raises:
-        CommError: one of them is no record of this benchmark, or they have nothing in common.
+        CommError: one of them cannot be read or is no record of this benchmark, or they have nothing in common.
     """
     before, after = _rows(first), _rows(second)
     common = [name for name in before if name in after]
@@ -147,11 +147,45 @@ def compared(first: Path, second: Path) -> Iterator[Pair]:
 def _rows(path: Path) -> dict[str, tuple[tuple[float, ...], bool]]:
     """Name to the cycles' times and whether a result was wrong."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rows = {row["name"]: (tuple(map(float, row["samples"])), bool(row["wrong"])) for row in content["rows"]}
-        if not all(samples and min(samples) > 0 for samples, _ in rows.values()):
-            raise ValueError("a row without times")
-        return rows
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CommError(f"{path} is no file that this benchmark wrote with --json ({reason})") from error
+        rows = _listed(_content(path))
+        return {_name(row): (_times(row), bool(row["wrong"])) for row in rows}
+    except ValueError as error:
+        raise CommError(f"{path} {error}; --compare takes two files that this benchmark wrote with --json") from error
+
+
+def _content(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError("is empty")
+        return json.loads(text)
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("is no text in UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+
+
+def _listed(content: Any) -> list[Any]:
+    rows = content.get("rows") if isinstance(content, dict) else None
+    if not isinstance(rows, list):
+        raise ValueError("is JSON of another kind: it has no list of rows")
+    if not rows:
+        raise ValueError("has no rows: nothing was measured in that run")
+    return rows
+
+
+def _name(row: Any) -> str:
+    missing = [key for key in ("name", "samples", "wrong") if not isinstance(row, dict) or key not in row]
+    if missing:
+        raise ValueError(f"is JSON of another kind: it has a row without {', '.join(missing)}")
+    return str(row["name"])
+
+
+def _times(row: dict[str, Any]) -> tuple[float, ...]:
+    samples = row["samples"]
+    numbers = samples if isinstance(samples, list) else []
+    if not numbers or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in numbers):
+        raise ValueError(f"has no times in its row {row['name']!r}")
+    return tuple(map(float, numbers))

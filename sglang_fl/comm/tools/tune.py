@@ -177,7 +177,6 @@ def write(found: Tuned, path: Path, settings: Settings, origin: Sequence[str]) -
         f"  routes:{CommRoutes().to_yaml(found.orders) if found.orders else ' {}'}",
     ]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise CommError(f"--tune cannot write {path}: {error.strerror}; name another file") from error
