@@ -18,7 +18,7 @@ $(shell rm -f $(VENV)/.installed $(VENV)/.requirements)
 endif
 endif
 
-.PHONY: setup demo test check lint typecheck pytest test-random test-faults soak hostcx sanitize bench docs clean
+.PHONY: setup demo test check lint typecheck pytest test-random test-faults test-tools soak hostcx sanitize bench docs clean
 
 setup: $(VENV)/.installed hostcx
 
@@ -62,13 +62,16 @@ typecheck: setup
 	$(call say,mypy)
 	$(BIN)/mypy
 
+# They load SGLang a hundred times and start twenty servers: a target of their own.
+TOOLS := tests/e2e/test_doctor.py tests/e2e/test_bisect.py
+
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
 	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
 	$(call say,ranks that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/faults --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
-	$(BIN)/python -m pytest tests/e2e tests/multinode --complete
+	$(BIN)/python -m pytest tests/e2e tests/multinode $(TOOLS:%=--ignore %) --complete
 
 # The two hosts are made with ip, which needs root; the documents' blocks call curl.
 $(VENV)/.network-tools: | $(VENV)/.requirements
@@ -86,6 +89,10 @@ test-random: setup
 # Each case of the fault matrix twenty times, without a miss.
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults --runs 20 --complete
+
+# The doctor on wrong set-ups, and bisect on real servers with planted faults: six minutes.
+test-tools: setup
+	$(BIN)/python -m pytest $(TOOLS) --complete
 
 # 2,000 requests through a server at tp=2 on hostcx: memory, descriptors and shared memory that they leave behind.
 soak: setup

@@ -88,7 +88,7 @@ def command(
     options = Options(usable, where, ready_limit_s, new_tokens=new_tokens, limit=tolerance)
     if prompts is not None:
         options = Options(usable, where, ready_limit_s, _read_prompts(prompts), new_tokens, tolerance)
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, 200)
     printer = Printer(console)

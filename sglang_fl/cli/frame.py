@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import signal
+import sys
 from typing import NoReturn
 
 import click
@@ -53,6 +56,7 @@ def commands() -> None:
 
 
 # What a shell gives a command that Ctrl-C has ended.
+WRONG = 2
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -61,8 +65,11 @@ def main() -> NoReturn:
 
     Ctrl-C is exit code 130, not click's 1: for bisect and comm-diff, 1 is a result.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a value must not end in an error of its encoding
     try:
         code = commands(prog_name="python -m sglang_fl", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from error
@@ -72,4 +79,7 @@ def main() -> NoReturn:
     except (SettingsError, CommError) as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from error
+    except OSError as error:  # standard output is full or closed
+        click.echo(f"python -m sglang_fl: {error.strerror or error}", err=True)
+        os._exit(WRONG)  # the interpreter's own flush would fail again
     raise SystemExit(code if isinstance(code, int) else 0)

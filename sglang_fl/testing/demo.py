@@ -142,7 +142,7 @@ def main(tp: int, question: str) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt_once)
-    console = Console()
+    console = Console(emoji=False)
     console.width = max(console.width, 100)
     with tempfile.TemporaryDirectory(prefix="sglang_fl-demo-") as name:
         folder = Path(name)

@@ -376,3 +376,43 @@ def test_the_command_finds_a_foreign_package_that_hides_ours(tmp_path: Path) -> 
     found = doctor(tmp_path, {}, "--quick", command=(str(Path(sys.executable).with_name("sglang-fl")),))
     assert found.code == 1
     assert found.problems(f"imports {tmp_path}/sglang_fl/__init__.py instead of the installed")
+
+
+# --- what the command line and the output bear ---
+
+
+def test_a_route_that_no_rank_has_is_a_problem(tmp_path: Path) -> None:
+    """Given mode fastest with a backend that nobody has, then it is a problem; in mode all they have no effect."""
+    routes = {"SGLANG_FL_COMM_ROUTES": "all_reduce=nosuch"}
+    found = doctor(tmp_path, {**routes, "SGLANG_FL_COMM_MODE": "fastest"}, "--quick")
+    assert found.code == 1
+    assert found.problems("SGLANG_FL_COMM_ROUTES names 'nosuch', which no rank has")
+    found = doctor(tmp_path, routes, "--quick")
+    assert found.code == 0
+    assert found.warnings("comm.routes (from SGLANG_FL_COMM_ROUTES) has no effect: the mode is all")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "0", "-1"])
+def test_a_limit_that_is_none_is_a_wrong_option(value: str, tmp_path: Path) -> None:
+    """Given --limit-s that no wait could have, then exit code 2 and a message of the option."""
+    line = [sys.executable, *MODULE, "doctor", "--quick", f"--limit-s={value}"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 2
+    assert "'--limit-s'" in done.stderr
+
+
+def test_values_are_printed_as_they_are_and_an_output_that_is_full_is_said(tmp_path: Path) -> None:
+    """Given a path that reads like an emoji on an ASCII output, then it is shown; given a full disk, one line and 2."""
+    environment = {**os.environ, "FLAGCX_PATH": "/opt/:smile:\N{SNOWMAN}", "PYTHONIOENCODING": "ascii"}
+    line = [sys.executable, *MODULE, "doctor", "--quick"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 1
+    assert "/opt/:smile:\\u2603" in done.stdout
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            line, cwd=tmp_path, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "python -m sglang_fl: No space left on device"

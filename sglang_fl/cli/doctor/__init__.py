@@ -6,6 +6,7 @@ A package, because looking takes several processes: what could hang or crash is 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -33,7 +34,14 @@ _NOT_LOOKED_AT = "not looked at: a server ends on the wrong settings"
 @click.option("--quick", is_flag=True, help="Without SGLang: no processes that load it, so nothing of hooks.")
 @click.option("--nnodes", type=click.IntRange(1), metavar="N", help="Judge the network for a run on N hosts.")
 @click.option("--master-addr", metavar="ADDR", help="The first host's address or name; default: MASTER_ADDR.")
-@click.option("--limit-s", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds for each look.")
+@click.option(
+    "--limit-s",
+    type=click.FloatRange(1, 3600),
+    callback=lambda context, option, value: _finite(value),
+    default=120.0,
+    show_default=True,
+    help="Seconds for each look.",
+)
 def command(as_json: bool, quick: bool, nnodes: int | None, master_addr: str | None, limit_s: float) -> None:
     """Look at this installation: what is there, what a server would use and why, and what stands in its way.
 
@@ -60,6 +68,12 @@ def command(as_json: bool, quick: bool, nnodes: int | None, master_addr: str | N
     else:
         render.show(report, render.console())
     raise SystemExit(0 if report.is_right else 1)
+
+
+def _finite(value: float) -> float:
+    if math.isnan(value):
+        raise click.BadParameter("nan is not in the range 1<=x<=3600.")
+    return value
 
 
 def examine(quick: bool, nnodes: int | None, master: str | None, limit_s: float) -> Report:
@@ -134,7 +148,7 @@ def _failed(module: str, name: str, failure: Failure) -> Report:
 @contextmanager
 def _progress(children: Sequence[Child]) -> Iterator[Callable[[], None]]:
     """Shows on standard error what is being looked at: changing on a terminal, one line elsewhere."""
-    out = Console(stderr=True)
+    out = Console(stderr=True, emoji=False)
     start = time.monotonic()
 
     def doing() -> str:
@@ -142,7 +156,8 @@ def _progress(children: Sequence[Child]) -> Iterator[Callable[[], None]]:
         return f"looking at {', '.join(names) or 'what is installed'} ({time.monotonic() - start:.0f} s)"
 
     if not out.is_terminal:
-        out.print("doctor: looking; with SGLang's processes it takes about ten seconds", highlight=False)
+        both = "; with SGLang's processes it takes about ten seconds" if len(children) > 1 else ""
+        out.print(f"doctor: looking{both}", highlight=False)
         yield lambda: None
         return
     with out.status(doing()) as status:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXPLICIT = (SourceKind.ENVIRONMENT, SourceKind.YAML)
 _PROBE_LIMIT_S = 10.0
 _COMM_ACTION = "Mend what the reason names, or choose another with SGLANG_FL_DIST_BACKEND."
+_ROUTES_ACTION = "Correct SGLANG_FL_COMM_ROUTES."
 FLAGCX = "flagcx"
 
 
@@ -120,6 +121,8 @@ def collectives() -> Report:
     if problem and not _is_flagcx_told(chosen):
         report.problems.append(Finding("collectives", problem, _COMM_ACTION))
     report.problems += _not_as_asked(chosen, selection)
+    report.problems += _unknown_routes(chosen)
+    report.warnings += _idle_routes(chosen)
     for operation in Operation:
         report.collectives.append(_collective(operation.value, chosen, context, selection))
     dist.destroy_process_group()
@@ -218,6 +221,33 @@ def _routes(name: str, chosen: Settings) -> str:
         return ""
     own = next((order.routes for order in chosen.comm.routes if order.op == name), ())
     return f"by size: {'|'.join(map(str, own))}" if own else ""
+
+
+def _unknown_routes(chosen: Settings) -> list[Finding]:
+    """A server in mode fastest ends on a route whose backend no rank has."""
+    from sglang_fl.comm.discovery import discover_backends
+    from sglang_fl.comm.sizes import NATIVE
+
+    if chosen.comm.mode is not CommMode.FASTEST:
+        return []
+    known = [*sorted(discover_backends().backends), NATIVE]
+    named = dict.fromkeys(route.backend for order in chosen.comm.routes for route in order.routes)
+    where = chosen.source("comm.routes").where
+    return [
+        Finding(
+            "collectives", f"{where} names {name!r}, which no rank has; there are {', '.join(known)}", _ROUTES_ACTION
+        )
+        for name in named
+        if name not in known
+    ]
+
+
+def _idle_routes(chosen: Settings) -> list[Finding]:
+    source = chosen.source("comm.routes")
+    if source.kind not in EXPLICIT or chosen.comm.mode is CommMode.FASTEST:
+        return []
+    found = f"comm.routes (from {source.where}) has no effect: the mode is {chosen.comm.mode}"
+    return [Finding("collectives", found, "Set SGLANG_FL_COMM_MODE=fastest, or unset it.")]
 
 
 def _is_flagcx_told(chosen: Settings) -> bool:

@@ -17,9 +17,9 @@ _STATES = {True: "[green]on[/]", False: "off", None: "[yellow]unknown[/]"}
 
 def console() -> Console:
     """Standard output, as wide as the terminal."""
-    out = Console(highlight=False)
+    out = Console(highlight=False, emoji=False)
     if not out.is_terminal and out.width <= 80:
-        return Console(highlight=False, width=_PLAIN_WIDTH)
+        return Console(highlight=False, emoji=False, width=_PLAIN_WIDTH)
     return out
 
 
@@ -84,7 +84,7 @@ def _network(out: Console, report: Report) -> None:
     rows += [(each.name, each.value, "is set") for each in seen.variables]
     rows.append(("for several hosts, use", seen.interface or "none", seen.reason))
     if seen.address:
-        rows.append(("MASTER_ADDR", seen.address, "on the first host, if that is this one"))
+        rows.append(("recommended MASTER_ADDR", seen.address, "on the first host, if that is this one"))
     _section(out, "Network", ("", "", ""), rows)
 
 
