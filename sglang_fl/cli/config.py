@@ -28,7 +28,7 @@ def command(as_json: bool) -> None:
     table = Table("setting", "value", "from", box=None)
     for row in settings.rows():
         table.add_row(row.field, row.value, row.source.where)
-    console = Console(emoji=False)
+    console = Console(emoji=False, markup=False)
     console.print(table)
     for warning in settings.warnings:
         console.print(f"warning: {warning}", style="yellow", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -55,8 +56,8 @@ def commands() -> None:
     """
 
 
-# What a shell gives a command that Ctrl-C has ended.
 WRONG = 2
+# What a shell gives a command that Ctrl-C has ended.
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -79,7 +80,10 @@ def main() -> NoReturn:
     except (SettingsError, CommError) as error:
         click.echo(str(error), err=True)
         raise SystemExit(1) from error
-    except OSError as error:  # standard output is full or closed
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        # Standard output is full or closed.
         click.echo(f"python -m sglang_fl: {error.strerror or error}", err=True)
         os._exit(WRONG)  # the interpreter's own flush would fail again
     raise SystemExit(code if isinstance(code, int) else 0)

@@ -157,3 +157,16 @@ def test_a_verdict_survives_its_way_to_a_peer() -> None:
     with pytest.raises(KeyError):
         as_told("{}")
     assert verdict.text().count("global rank 1 (process 7 on a) is stopped") == 1
+
+
+@pytest.mark.parametrize(
+    ("entered", "last"),
+    [({}, "it has made no call of these"), ({"pp:0 1>0": 3}, "its last call of this group is number 3")],
+)
+def test_a_rank_that_does_not_know_the_recorder_has_entered_none_of_its_calls(
+    child: subprocess.Popen[bytes], entered: dict[str, int], last: str
+) -> None:
+    """Given a living peer that has never sent, or not often enough, when a receive waits, then it is elsewhere."""
+    (missing,) = _peers(Said(beats={1: Beat(entered=entered)})).missing((0, 1), "pp:0 1>0", 4)
+    assert (missing.rank, missing.absence) == (1, Absence.ELSEWHERE)
+    assert missing.last.startswith(last)

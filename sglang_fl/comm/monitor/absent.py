@@ -127,9 +127,12 @@ class Peers:
 
     def _elsewhere(self, rank: int, key: str, number: int) -> Missing | None:
         beat = None if self._board is None else self._board.beats.get(rank)
-        if beat is None or beat.entered.get(key, number) >= number:
+        if beat is None:
             return None
-        last = f"its last call of this group is number {beat.entered[key]}"
+        entered = beat.entered.get(key, 0)  # a direction of a pair is known to a rank from its first call on
+        if entered >= number:
+            return None
+        last = f"its last call of this group is number {entered}" if entered else "it has made no call of these"
         if beat.under_way:
             last += f", and it waits in {beat.under_way}"
         return Missing(rank, Absence.ELSEWHERE, str(PROCESSES.get(rank, "")), last)
