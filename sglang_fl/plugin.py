@@ -258,7 +258,7 @@ def _switch_on(plugin: Plugin) -> None:
     from sglang_fl.sglang_hooks import server
     from sglang_fl.sglang_hooks.registration import misfits, register
 
-    _check_files(plugin.settings)
+    check_files(plugin.settings)
     hooks: list[Hook] = [server.report_hook(plugin.report)]
     hooks += _aten_hooks(plugin)
     operators = _operator_layer(plugin)
@@ -299,8 +299,12 @@ def _check_attention_backend(settings: Settings, backend: str) -> None:
     )
 
 
-def _check_files(settings: Settings) -> None:
-    """The files that are written later must be possible now, while a message still reaches the user."""
+def check_files(settings: Settings) -> None:
+    """The files that are written later must be possible now, while a message still reaches the user.
+
+    Raises:
+        ConfigurationError: one of them is not; names the setting.
+    """
     for field_name in ("comm.audit", "ops.dispatch_log", "aten.log_path"):
         path = settings.value(field_name)
         if path is None or (not path.is_dir() and os.access(path.absolute().parent, os.W_OK | os.X_OK)):

@@ -416,3 +416,28 @@ def test_values_are_printed_as_they_are_and_an_output_that_is_full_is_said(tmp_p
         )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "python -m sglang_fl: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"SGLANG_FL_DISPATCH_LOG": "/nonexistent/x.log"}, "SGLANG_FL_DISPATCH_LOG"),
+        ({"SGLANG_FL_COMM_AUDIT": "/nonexistent/a.json"}, "SGLANG_FL_COMM_AUDIT"),
+        ({"SGLANG_FL_COMM_DUMP_DIR": "/tmp"}, "SGLANG_FL_COMM_DUMP_DIR"),
+        ({"SGLANG_PLATFORM": "nosuch"}, "SGLANG_PLATFORM=nosuch: no platform of that name is installed"),
+    ],
+)
+def test_what_a_server_ends_on_is_a_problem_also_without_one(
+    variables: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    """Given a file, folder or platform that cannot be, when looked at quickly, then it is a problem all the same."""
+    found = doctor(tmp_path, variables, "--quick")
+    assert found.code == 1
+    assert found.problems(problem)
+
+
+def test_a_plugin_that_is_left_out_is_said_quickly(tmp_path: Path) -> None:
+    """Given SGLANG_PLUGINS with another name, when looked at quickly, then a warning says that ours is left out."""
+    found = doctor(tmp_path, {"SGLANG_PLUGINS": "sglangfl"}, "--quick")
+    assert found.code == 0
+    assert found.warnings("SGLANG_PLUGINS=sglangfl leaves the plugin out")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from sglang_fl.cli.doctor import choices
@@ -13,6 +15,7 @@ from sglang_fl.cli.doctor.report import Fact, Finding, Layer, Report, Setting
 from sglang_fl.config import CommBackend
 
 _SMI_LIMIT_S = 10.0
+PLUGIN, PLATFORMS_GROUP = "sglang_fl", "sglang.srt.platforms"
 
 
 def parts() -> list[Part]:
@@ -78,13 +81,36 @@ def _nvidia_names() -> list[Fact]:
 
 def settings() -> Report:
     """Every setting with its source, what is odd about them, and names in them that nobody knows."""
-    from sglang_fl.plugin import unknown_vendors
+    from sglang_fl.plugin import ConfigurationError, check_files, unknown_vendors
     from sglang_fl.sglang_hooks.operators.layer import unknown_names
 
     chosen = process_settings()
     rows = [Setting(row.field, row.value, row.source.where) for row in chosen.rows()]
     texts = (*chosen.warnings, *unknown_vendors(chosen), *unknown_names(chosen))
-    return Report(settings=rows, warnings=[Finding("settings", text, "") for text in texts])
+    report = Report(settings=rows, warnings=[Finding("settings", text, "") for text in texts])
+    try:
+        check_files(chosen)
+    except ConfigurationError as error:
+        report.problems.append(Finding("settings", str(error), "A server ends on it: do what the message says."))
+    report.add(_sglangs_variables(os.environ))
+    return report
+
+
+def _sglangs_variables(environment: Mapping[str, str]) -> Report:
+    """SGLang's own two variables that decide whether the plugin and its platform are used."""
+    report = Report()
+    plugins = environment.get("SGLANG_PLUGINS", "").strip()
+    if plugins and PLUGIN not in [name.strip() for name in plugins.split(",")]:
+        found = f"SGLANG_PLUGINS={plugins} leaves the plugin out, so SGLang runs without it"
+        report.warnings.append(Finding("hooks", found, f"Unset it, or add {PLUGIN} to it."))
+    platform = environment.get("SGLANG_PLATFORM", "").strip()
+    known = sorted(point.name for point in entry_points(group=PLATFORMS_GROUP))
+    if platform and platform not in known:
+        found = (
+            f"SGLANG_PLATFORM={platform}: no platform of that name is installed, there is {', '.join(known) or 'none'}"
+        )
+        report.problems.append(Finding("settings", found, "Unset it, or correct the name: SGLang ends on it."))
+    return report
 
 
 def flagcx() -> Report:
