@@ -1,4 +1,4 @@
-"""Registers the template's backend, which is never available: it shows what a chip's backend consists of."""
+"""Registers the chip's backend; as copied it is never available, and shows what a backend consists of."""
 
 from sglang_fl.comm.backends.vendor.template.my_chip import MyChipBackend
 from sglang_fl.comm.types import BackendRegistry

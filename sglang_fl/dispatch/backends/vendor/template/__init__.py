@@ -1,1 +1,1 @@
-"""A template for a chip vendor's operators: copy this folder, rename it, and follow docs/adding_a_chip.md."""
+"""The operators of a chip; to add one, copy this folder, rename it, and follow docs/adding_a_chip.md."""

@@ -1,4 +1,4 @@
-"""Registers the template's operators, which are never available: the library of no chip is called my_chip_sdk."""
+"""Registers the chip's operators; as copied they are never available: no chip's library is called my_chip_sdk."""
 
 from __future__ import annotations
 
