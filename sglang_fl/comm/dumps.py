@@ -13,9 +13,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -164,10 +165,22 @@ def _document(reason: str, rank: int) -> dict[str, Any]:
 
 def _threads() -> list[dict[str, Any]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    # Taken whole before a line is formatted: a frame that ends meanwhile no longer knows who called it.
+    stacks = {identity: list(_outwards(frame)) for identity, frame in sys._current_frames().items()}
     return [
-        {"name": names.get(identity, "not Python's"), "stack": [line.strip() for line in traceback.format_stack(frame)]}
-        for identity, frame in sys._current_frames().items()
+        {"name": names.get(identity, "not Python's"), "stack": [line.strip() for line in _formatted(stack)]}
+        for identity, stack in stacks.items()
     ]
+
+
+def _outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _formatted(stack: Sequence[tuple[FrameType, int]]) -> list[str]:
+    return traceback.StackSummary.extract(iter(reversed(stack))).format()
 
 
 def _fitted(document: dict[str, Any], recorders: list[Recorder], done: Mapping[str, int]) -> str:
