@@ -9,6 +9,7 @@ import platform as python_platform
 import traceback
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING
 
 from sglang_fl import __version__
@@ -409,7 +410,9 @@ def _operator_layer(plugin: Plugin) -> OperatorLayer:
 
 def _communication_hooks(plugin: Plugin) -> list[Hook]:
     from sglang_fl.comm.audit import HookClock
+    from sglang_fl.comm.communicator import dump_on_signal
     from sglang_fl.comm.ledger import Ledger
+    from sglang_fl.comm.monitor import MONITOR
     from sglang_fl.comm.policy import describe_order, puts_first
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
@@ -440,6 +443,10 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         coordinator.let_dynamo_trace(method_hooks)
         hooks += method_hooks
         hooks += state.failure_hooks(has_graphs=plugin.platform == "cuda")
+        if settings.comm.record and parent_process() is not None:
+            # From the start of a scheduler on: SIGUSR1 would end a process that has no handler.
+            MONITOR.dump_folder = settings.comm.dump_dir
+            dump_on_signal()
     if plugin.platform == "cpu":
         hooks += cpu.hooks()
     plugin.groups = state

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -58,6 +59,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         settings: Settings | None = None,
         timeout_s: float | None = None,
         operation_timeout_s: float | None = None,
+        shares_communicator: bool = False,
     ) -> None:
         """Agree with the other ranks on a backend and create its transport. All ranks of the group must call it.
 
@@ -72,6 +74,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             operation_timeout_s: limit for each call afterwards, seconds; ``comm.timeout_s`` if left out. A call that
                 does not complete raises CollectiveTimeout, or PeerLost as soon as a process is gone, on host memory;
                 on a device the process ends with code 71, since nothing that an abort leaves behind may be used.
+            shares_communicator: use the library's communicator of another such group of the same ranks, if there is
+                one; it saves memory, and then the calls of these groups must come in one order on all ranks: two
+                threads that use one group each would get each other's values. SGLang's groups share.
 
         Raises:
             AgreementError: a rank is missing, the ranks' settings differ, or no backend works on all of them.
@@ -80,7 +85,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         described = group_context(
             cpu_group, device_group, device, ranks, name, settings, timeout_s, operation_timeout_s
         )
-        context = begin(described)
+        if described.records and described.world_size > 1:
+            dump_on_signal()  # a creation that hangs can be looked into as well
+        context = begin(replace(described, shares_communicator=shares_communicator))
         backends, policy = discover_backends().backends, communicator_policy(settings)
         agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
         routes: tuple[str, ...] = ()
@@ -120,7 +127,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         self._watch.created(self.recorders)
         include(self)
         if context.records and self.world_size > 1:
-            _dump_on_signal()
+            for recorder in self.recorders():
+                self._watch(recorder)  # what happens before the monitor's next look has names, too
+            dump_on_signal()
 
     def __repr__(self) -> str:
         return f"CommunicatorFL({self.name}, ranks={list(self.ranks)}, backend={self.backend})"
@@ -238,7 +247,8 @@ def dump_calls(reason: str = "on request") -> Path:
     return path
 
 
-def _dump_on_signal() -> None:
+def dump_on_signal() -> None:
+    """Let SIGUSR1 write a dump of this process's calls; idempotent. Why it cannot is logged, once."""
     reason = watch_signal(lambda: dump_calls("SIGUSR1"))
     if reason:
         logger.warning("[sglang_fl] %s", reason)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sglang_fl.comm.dumps import PATTERN
 from sglang_fl.comm.errors import AgreementError, CollectiveTimeout, CommError, PeerLost
 from sglang_fl.comm.monitor import MONITOR
 from sglang_fl.comm.types import Capabilities, Operation, Transport
-from sglang_fl.testing.ranks import RankContext, run_ranks
+from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
 
 LIMIT_S = 2.0
 ALLOWANCE_S = 2.0
@@ -349,3 +350,100 @@ def test_an_exception_is_told_from_a_kill(backend: dict[str, str]) -> None:
         run_ranks(_told_kinds, 2, env=backend)
     assert [failure.rank for failure in raised.value.failures] == [1]
     assert "ended by itself; its log may hold an error" in raised.value.results[0]
+
+
+# --- what an enemy found ---
+
+
+def _destroy_under_way(context: RankContext) -> tuple[str, float]:
+    communicator = _group(context)
+    communicator.all_reduce(torch.ones(4))
+    if context.rank == 1:
+        time.sleep(3 * LIMIT_S)
+        return "slept", 0.0
+    threading.Timer(0.5, communicator.destroy).start()
+    start_s = time.monotonic()
+    with pytest.raises(CommError) as raised:
+        communicator.all_reduce(torch.ones(4))
+    return type(raised.value).__name__, time.monotonic() - start_s
+
+
+def test_a_call_of_a_group_that_is_destroyed_meanwhile_ends_at_its_limit(
+    backend: dict[str, str], tmp_path: Path
+) -> None:
+    """Given a call whose peer never comes, when another thread destroys the group, then the call ends in time."""
+    env = {**backend, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    (kind, took_s), _ = run_ranks(_destroy_under_way, 2, env=env)
+    assert kind in ("CollectiveTimeout", "PeerLost", "CommError")
+    assert took_s < LIMIT_S + ALLOWANCE_S
+
+
+def _killed_at_once(context: RankContext, call: str) -> str:
+    communicator = _group(context)
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError) as raised:
+        {
+            "barrier": communicator.barrier,
+            "objects": lambda: communicator.broadcast_object_list([1], 1),
+            "dict": lambda: communicator.broadcast_tensor_dict(None, 1),
+        }[call]()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("call", ["barrier", "objects", "dict"])
+def test_a_peer_that_dies_right_after_creation_is_named(call: str, backend: dict[str, str], tmp_path: Path) -> None:
+    """Given a rank that is killed as soon as the group is made, when the CPU side is called, then it is named."""
+    env = {**backend, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(_killed_at_once, 2, call, env=env)
+    text = str(raised.value.results[0])
+    assert "group " in text and "call number 1" in text, text
+    assert "global rank 1 (process " in text and "was killed or crashed" in text, text
+
+
+def _two_threads(context: RankContext) -> list[list[float]]:
+    """In another order on each rank, as threads come."""
+    groups = [_group(context) for _ in range(2)]
+    wrong: list[list[float]] = []
+
+    def use(number: int) -> None:
+        for turn in range(200):
+            value = groups[number].all_reduce(torch.full((4,), float(10**number * (context.rank + 1) * (turn + 1))))
+            if value.tolist() != [3.0 * 10**number * (turn + 1)] * 4:
+                wrong.append(value.tolist())
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in (context.rank, 1 - context.rank)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_groups_of_the_same_ranks_in_threads_of_their_own_do_not_mix(backend: dict[str, str]) -> None:
+    """Given two groups of the same ranks, when a thread uses each, then every value is of its own group."""
+    assert run_ranks(_two_threads, 2, env=backend) == [[], []]
+
+
+_SIGNALLED = """
+import os, signal, sys, time
+from sglang_fl.comm.communicator import dump_on_signal
+from sglang_fl.comm.monitor import MONITOR
+from pathlib import Path
+MONITOR.dump_folder = Path(sys.argv[1]) / "dumps"
+dump_on_signal()
+os.kill(os.getpid(), signal.SIGUSR1)
+until = time.monotonic() + 20
+while not list(MONITOR.dump_folder.glob("*.json")) and time.monotonic() < until:
+    time.sleep(0.05)
+print(len(list(MONITOR.dump_folder.glob("*.json"))))
+"""
+
+
+def test_sigusr1_before_any_group_writes_the_stacks(tmp_path: Path) -> None:
+    """Given a process that has no group yet, when it gets SIGUSR1, then it lives and writes a dump."""
+    command = [sys.executable, "-c", _SIGNALLED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1"

@@ -161,7 +161,9 @@ class Monitor:
                     limit_s = group.operation_limit_s()
                     limits[recorder] = min(limits.get(recorder, limit_s), limit_s)
             for recorder in [recorder for recorder in self._watched if recorder not in limits]:
-                del self._watched[recorder]
+                # A thread may still wait in a call of a group that another one has given up.
+                if recorder.device.type != "cpu" or recorder.under_way() is None:
+                    del self._watched[recorder]
             for recorder, limit_s in limits.items():
                 if recorder not in self._watched:
                     self._watched[recorder] = self._new(recorder, limit_s)
