@@ -59,6 +59,14 @@ class RankContext:
         return f"file://{self.directory / 'init_method'}"
 
     @property
+    def local_rank(self) -> int:
+        """Its number on its host, and of its device: ``rank``, unless ``env`` of the launch sets LOCAL_RANK.
+
+        To be read in the rank's own process.
+        """
+        return int(os.environ["LOCAL_RANK"])
+
+    @property
     def note_path(self) -> Path:
         return self.directory / f".note-{self.rank}"
 

@@ -1,6 +1,7 @@
-"""On two GPUs with real FlagCX: rank 1 is killed or stopped, and rank 0 ends by itself and returns no value.
+"""Two ranks with real FlagCX: rank 1 is killed or stopped, and rank 0 ends by itself and returns no value.
 
-Each test runs ten pairs of processes at once on the same two GPUs. Run as a program, this file is one rank.
+Each test has ten pairs of processes on the same one or two GPUs; see PAIRS_AT_ONCE. Run as a program, this file is one
+rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.gpu.places import Places
+
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,8 @@ LIMIT_S = 5.0
 ALLOWANCE_S = 2.0
 EXIT_CODE = 71
 PAIRS = 10
+# By whether ranks share a GPU. What spins there for a peer that is gone takes turns from all others.
+PAIRS_AT_ONCE = {False: 10, True: 5}
 SEED = 7
 COUNT = 2**20
 REDUCTIONS = 3  # in a graph
@@ -68,19 +73,23 @@ def _rank(mode: str, rank: int, folder: Path) -> None:
     from sglang_fl.comm import CommunicatorFL
     from sglang_fl.comm.replays import watch_graphs
 
-    torch.cuda.set_device(rank)
+    (folder / f"imported-{rank}").touch()
+    while not (folder / "admitted").exists():
+        time.sleep(0.01)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     _connect(rank, folder)
     watch_graphs(LIMIT_S)
     group = CommunicatorFL(
         cpu_group=dist.new_group([0, 1], backend="gloo"),
         device_group=dist.new_group([0, 1], backend="nccl"),
-        device=f"cuda:{rank}",
+        device=device,
         ranks=[0, 1],
         name="tp:0",
         operation_timeout_s=LIMIT_S,
     )
     assert group.backend == "flagcx"
-    tensor = torch.zeros(COUNT, device=f"cuda:{rank}")
+    tensor = torch.zeros(COUNT, device=device)
     reduce = {"eager": _eager, "graph": _captured}[mode](group, tensor)
     said = os.open(folder / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     number = 0
@@ -106,12 +115,13 @@ class Pair:
 
     mode: str
     folder: Path
+    stand: Places
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     struck_s: float = 0.0
     ended_s: float | None = None
 
     def start(self) -> None:
-        """Start both."""
+        """Start both; they import what they need, and do not touch the GPU before :meth:`admit`."""
         self.folder.mkdir()
         (self.folder / "dumps").mkdir(mode=0o700)
         environment = {
@@ -123,13 +133,18 @@ class Pair:
         }
         for rank in range(2):
             command = [sys.executable, str(Path(__file__)), self.mode, str(rank), str(self.folder)]
+            own = {**environment, **self.stand.environment(rank)}
             with (self.folder / f"output-{rank}").open("w") as output:
-                process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(command, env=own, stdout=output, stderr=subprocess.STDOUT)
             self.processes.append(process)
 
-    def is_ready(self) -> bool:
-        """Whether both have reduced a while."""
-        return all((self.folder / f"ready-{rank}").exists() for rank in range(2))
+    def admit(self) -> None:
+        """Let both begin."""
+        (self.folder / "admitted").touch()
+
+    def is_at(self, stage: str) -> bool:
+        """Whether both have "imported", or are "ready": have reduced a while."""
+        return all((self.folder / f"{stage}-{rank}").exists() for rank in range(2))
 
     def strike(self, number: signal.Signals) -> None:
         """The fault."""
@@ -173,24 +188,22 @@ class Pair:
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Iterator[list[Pair]]:
+def pairs(tmp_path: Path, two_places: Places) -> Iterator[list[Pair]]:
     """Pairs that do not outlive the test."""
-    if torch.cuda.device_count() < 2 or not os.environ.get("FLAGCX_PATH"):
-        pytest.skip("needs a GPU for each of two ranks, and FLAGCX_PATH with real FlagCX")
-    made = [Pair("", tmp_path / str(number)) for number in range(PAIRS)]
+    made = [Pair("", tmp_path / str(number), two_places) for number in range(PAIRS)]
     yield made
     for pair in made:
         pair.end()
 
 
-def _wait_until_ready(pairs: list[Pair]) -> None:
+def _wait_until(stage: str, pairs: list[Pair]) -> None:
     until_s = time.monotonic() + _START_LIMIT_S
-    while not all(pair.is_ready() for pair in pairs):
+    while not all(pair.is_at(stage) for pair in pairs):
         for pair in pairs:
             for rank, process in enumerate(pair.processes):
                 output = (pair.folder / f"output-{rank}").read_text(errors="replace")[-3000:]
                 assert process.poll() is None, f"rank {rank} ended too early\n{output}"
-        assert time.monotonic() < until_s, "the pairs did not start in time"
+        assert time.monotonic() < until_s, f"not all pairs were {stage} in time"
         time.sleep(0.1)
 
 
@@ -210,15 +223,26 @@ def _watch(pairs: list[Pair], number: signal.Signals, chance: random.Random) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_rank_0_ends_and_returns_no_value(mode: str, number: signal.Signals, pairs: list[Pair]) -> None:
+def test_rank_0_ends_and_returns_no_value(
+    mode: str, number: signal.Signals, pairs: list[Pair], two_places: Places
+) -> None:
     """Given ranks that reduce eagerly, or replay a graph of three reductions, when rank 1 is killed or stopped, then
     rank 0 ends with code 71 within the limit plus two seconds, names rank 1, leaves a dump, and has returned no value
     of a reduction that rank 1 did not take part in, ten times out of ten."""
     for pair in pairs:
         pair.mode = mode
         pair.start()
-    _wait_until_ready(pairs)
-    _watch(pairs, number, random.Random(SEED))
+    _wait_until("imported", pairs)
+    chance = random.Random(SEED)
+    at_once = PAIRS_AT_ONCE[two_places.is_shared]
+    for first in range(0, PAIRS, at_once):
+        lot = pairs[first : first + at_once]
+        for pair in lot:
+            pair.admit()
+        _wait_until("ready", lot)
+        _watch(lot, number, chance)
+        for pair in lot:
+            pair.end()
     problems = {pair.folder.name: found for pair in pairs if (found := pair.problems())}
     text = "\n\n".join(f"pair {name}: " + "\n".join(found) for name, found in problems.items())
     assert not problems, f"{len(problems)} of {PAIRS} pairs, seed {SEED}\n{text}"

@@ -1,4 +1,4 @@
-"""Graphs with FlagCX calls on two GPUs: a replay is recorded, watched, and ends its process when a peer is gone."""
+"""Graphs with FlagCX calls of two ranks: a replay is recorded, watched, and ends its process when a peer is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,49 +22,56 @@ from sglang_fl.comm.dumps import PATTERN
 from sglang_fl.comm.monitor import EXIT_CODE, MONITOR
 from sglang_fl.comm.replays import watch_graphs
 from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
+from tests.gpu.places import Places
 
 pytestmark = pytest.mark.gpu
 
 LIMIT_S = 4.0
 SIZE = 2**20
 REPLAYS = 5
+START_AND_RUN_S = 120.0
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Private, for the dumps."""
-    if torch.cuda.device_count() < 2 or not os.environ.get("FLAGCX_PATH"):
-        pytest.skip("needs a GPU for each of two ranks, and FLAGCX_PATH with real FlagCX")
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Of the ranks."""
-    return {
+def run(stand: Places, function: Callable[..., object], folder: Path, *arguments: object) -> list[object]:
+    """Run ``function`` on the ranks, with their dumps in ``folder``."""
+    common = {
         "SGLANG_FL_DIST_BACKEND": "flagcx",
         "FLAGCX_PATH": os.environ["FLAGCX_PATH"],
         "SGLANG_FL_COMM_DUMP_DIR": str(folder),
         "SGLANG_FL_COMM_TIMEOUT_S": f"{LIMIT_S}",
     }
 
+    def environment(rank: int) -> dict[str, str]:
+        return {**common, **stand.environment(rank)}
+
+    return run_ranks(
+        function, stand.world_size, *arguments, env=environment, start_method="spawn", timeout_s=START_AND_RUN_S
+    )
+
 
 class Captured:
     """A group, and a graph with three all_reduces of it."""
 
     def __init__(self, context: RankContext) -> None:
-        torch.cuda.set_device(context.rank)
+        torch.cuda.set_device(context.local_rank)
         ranks = list(range(context.world_size))
         watch_graphs(LIMIT_S)
         self.group = CommunicatorFL(
             cpu_group=dist.new_group(ranks, backend="gloo"),
             device_group=dist.new_group(ranks, backend="nccl"),
-            device=f"cuda:{context.rank}",
+            device=f"cuda:{context.local_rank}",
             ranks=ranks,
             name="tp:0",
         )
         assert self.group.backend == "flagcx"
-        self.tensor = torch.zeros(SIZE, device=f"cuda:{context.rank}")
+        self.tensor = torch.zeros(SIZE, device=f"cuda:{context.local_rank}")
         self.group.all_reduce(self.tensor)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
@@ -92,10 +99,10 @@ def replay_and_look(context: RankContext) -> tuple[list[float], int]:
     return values, done
 
 
-def test_each_replay_is_recorded_and_seen_done(folder: Path) -> None:
+def test_each_replay_is_recorded_and_seen_done(two_places: Places, folder: Path) -> None:
     """Given a graph of three all_reduces, when it is replayed with new data, then values are exact, each replay is a
     call that names its range, the monitor sees the last one done, and the ranks' dumps are equal."""
-    results = run_ranks(replay_and_look, 2, env=environment(folder), start_method="spawn", timeout_s=120)
+    results = run(two_places, replay_and_look, folder)
     wanted = [4.0 * (2 * turn + 1) for turn in range(REPLAYS)]
     assert results == [(wanted, REPLAYS)] * 2
     for path in folder.glob(PATTERN):
@@ -121,12 +128,12 @@ def lose_a_peer(context: RankContext, number: int, folder: Path) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_a_replay_without_its_peer_ends_the_process(
-    folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+    two_places: Places, folder: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Given rank 1 killed or stopped, when rank 0 replays, then it ends with code 71 in time, names rank 1 and the
     replay, and never returns a value."""
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(lose_a_peer, 2, number, folder, env=environment(folder), start_method="spawn", timeout_s=120)
+        run(two_places, lose_a_peer, folder, number, folder)
     ended = next(failure for failure in raised.value.failures if failure.rank == 0)
     assert ended.kind is FailureKind.EXITED and f"exited with code {EXIT_CODE} " in ended.text, ended.text
     assert raised.value.results[0] is None

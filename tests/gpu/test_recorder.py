@@ -1,4 +1,4 @@
-"""Recorders on two GPUs: rows of enqueued calls, marks behind them, and what a graph's capture does to both."""
+"""Recorders of two ranks on GPUs: rows of enqueued calls, marks behind them, what a graph's capture does to both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.marks import raw_stream
 from sglang_fl.comm.recorder import Mark, Recorder
 from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.gpu.places import Places
 
 pytestmark = pytest.mark.gpu
 
@@ -26,19 +27,19 @@ _ELEMENTS = 1 << 20
 
 @pytest.fixture(params=["flagcx", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Needs two GPUs, and for FlagCX its library."""
-    if torch.cuda.device_count() < 2 or not os.environ.get("FLAGCX_PATH"):
-        pytest.skip("needs a GPU for each of two ranks, and FLAGCX_PATH with real FlagCX")
+    """What carries the calls."""
     return str(request.param)
 
 
-def _run(function: Callable[[RankContext], object], backend: str) -> list[object]:
-    env = {"SGLANG_FL_DIST_BACKEND": backend}
-    return run_ranks(function, 2, timeout_s=_LIMIT_S, env=env, start_method="spawn")
+def _run(function: Callable[[RankContext], object], backend: str, stand: Places) -> list[object]:
+    def environment(rank: int) -> dict[str, str]:
+        return {"SGLANG_FL_DIST_BACKEND": backend, **stand.environment(rank)}
+
+    return run_ranks(function, stand.world_size, timeout_s=_LIMIT_S, env=environment, start_method="spawn")
 
 
 def _communicator(context: RankContext) -> CommunicatorFL:
-    device = torch.device("cuda", context.rank)
+    device = torch.device("cuda", context.local_rank)
     torch.cuda.set_device(device)
     ranks = list(range(context.world_size))
     communicator = CommunicatorFL(
@@ -96,10 +97,10 @@ def _eager(context: RankContext) -> None:
     communicator.destroy()
 
 
-def test_a_mark_lies_behind_the_call_on_its_stream(backend: str) -> None:
+def test_a_mark_lies_behind_the_call_on_its_stream(backend: str, two_places: Places) -> None:
     """Given a mark that was asked for, when a call is enqueued on a side stream, then its row names that stream, and an
     event lies behind it; on a device nothing is aborted."""
-    _run(_eager, backend)
+    _run(_eager, backend, two_places)
 
 
 def _late_peer(context: RankContext) -> None:
@@ -128,10 +129,10 @@ def _late_peer(context: RankContext) -> None:
     communicator.destroy()
 
 
-def test_a_mark_of_another_thread_waits_for_the_peer(backend: str) -> None:
+def test_a_mark_of_another_thread_waits_for_the_peer(backend: str, two_places: Places) -> None:
     """Given a peer that comes late, when another thread marks the last call, then the call has returned, and its mark
     is not done until the peer has come."""
-    _run(_late_peer, backend)
+    _run(_late_peer, backend, two_places)
 
 
 def _captured(context: RankContext) -> float:
@@ -173,11 +174,11 @@ def _captured(context: RankContext) -> float:
     return took_s
 
 
-def test_no_mark_is_captured(backend: str) -> None:
+def test_no_mark_is_captured(backend: str, two_places: Places) -> None:
     """Given a mark that was asked for before a capture, when calls are captured, then their rows say so and none is
     marked; the graph replays right; the first eager call afterwards has the mark; and the group is destroyed in seconds
     while the graph is alive and still replays."""
-    for took_s in _run(_captured, backend):
+    for took_s in _run(_captured, backend, two_places):
         assert isinstance(took_s, float) and took_s < 7.0
 
 
@@ -203,10 +204,10 @@ def _transfers(context: RankContext) -> None:
     communicator.destroy()
 
 
-def test_each_direction_has_marks_of_its_own(backend: str) -> None:
+def test_each_direction_has_marks_of_its_own(backend: str, two_places: Places) -> None:
     """Given two ranks that send to each other, when they have received, then each direction has its rows and can be
     marked on the stream that it works on."""
-    _run(_transfers, backend)
+    _run(_transfers, backend, two_places)
 
 
 def _contexts() -> list[int]:
@@ -231,6 +232,8 @@ def _watched(context: RankContext) -> list[int]:
     return found
 
 
-def test_the_monitor_makes_no_context_on_another_gpu(backend: str) -> None:
+def test_the_monitor_makes_no_context_on_another_gpu(backend: str, two_places: Places) -> None:
     """Given ranks on a GPU each, when their calls were watched a while, then each process has its own GPU's context."""
-    assert _run(_watched, backend) == [[0], [1]]
+    if two_places.is_shared:
+        pytest.skip("needs a GPU for each of two ranks: with one there is no other to make a context on")
+    assert _run(_watched, backend, two_places) == [[0], [1]]

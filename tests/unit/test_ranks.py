@@ -28,6 +28,10 @@ def _environment(context: RankContext) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in names}
 
 
+def _local_rank(context: RankContext) -> int:
+    return context.local_rank
+
+
 def _is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -63,6 +67,16 @@ def test_each_rank_has_its_environment(start_method: str, monkeypatch: pytest.Mo
         {"RANK": "1", "LOCAL_RANK": "1", "OF_ONE": "mine", **common},
     ]
     assert os.environ["OF_ONE"] == "outside"
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_local_rank_is_the_rank_or_what_the_environment_says(start_method: str) -> None:
+    """Given LOCAL_RANK for one of two ranks, when they ask, then that one is told it, and the other its rank."""
+    results = run_ranks(
+        _local_rank, 2, gloo=False, start_method=start_method, env=lambda rank: {"LOCAL_RANK": "5"} if rank == 0 else {}
+    )
+
+    assert results == [5, 1]
 
 
 def test_a_large_result_and_a_local_function() -> None:

@@ -99,7 +99,7 @@ def properties(session: Session) -> None:
     assert communicator.is_homogeneous()
     assert communicator.async_error() == 0
     if not session.on_host:
-        assert communicator.library_device() == session.rank
+        assert communicator.library_device() == session.device.index
 
 
 def group_of_different_calls(session: Session) -> None:
@@ -352,12 +352,20 @@ def barrier_holds_everyone(session: Session) -> None:
 
 
 def library_memory(session: Session) -> None:
-    """Memory of the library's own, registered and as a symmetric window, carries an all_reduce."""
+    """Memory of the library's own, also registered, carries an all_reduce."""
     size = 1 << 20
     address = session.library.mem_alloc(size)
     registration = session.communicator.register(address, size)
     _all_reduce_in(session, address, 1)
     session.communicator.deregister(registration)
+    session.library.mem_free(address)
+    _works(session, "memory was given back")
+
+
+def symmetric_window(session: Session) -> None:
+    """Memory of the library's own as a symmetric window carries an all_reduce."""
+    size = 1 << 20
+    address = session.library.mem_alloc(size)
     window = session.communicator.window_register(address, size)
     _all_reduce_in(session, address, 2)
     session.communicator.window_deregister(window)
@@ -463,6 +471,7 @@ EVERYWHERE = (
     a_wrong_call_in_a_group,
     barrier_holds_everyone,
     library_memory,
+    symmetric_window,
     special_values,
 )
 # What FlagCX leaves to the library below it and hostcx promises.

@@ -40,7 +40,7 @@ class Session:
         self.rank = context.rank
         self.library = FlagCXLibrary.open()
         self.on_host = self.library.capabilities.memory is MemoryKind.HOST
-        self.device = torch.device("cpu") if self.on_host else torch.device("cuda", context.rank)
+        self.device = torch.device("cpu") if self.on_host else torch.device("cuda", context.local_rank)
         if not self.on_host:
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))  # no box for it exists beforehand

@@ -1,0 +1,75 @@
+"""Where the ranks of a test stand: on a GPU each, or, on a machine with fewer, all on GPU 0 as hosts of their own.
+
+NCCL takes two ranks on one GPU for a mistake only if they are on the same host, and what it takes for a host is what
+NCCL_HOSTID says. Ranks with different ids talk through the network, here the loopback interface: the kernels, the proxy
+threads and the sockets are the real ones. Not so NVLink, memory of a peer, and times: the GPU gives its ranks turns.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+# Of ranks that share a GPU; FlagCX reads a host id and an interface of its own.
+_THROUGH_THE_NETWORK = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "FLAGCX_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def are_shared(world_size: int) -> bool:
+    """Whether this machine has fewer GPUs than ``world_size`` ranks."""
+    return torch.cuda.device_count() < world_size
+
+
+def how(world_size: int) -> str:
+    """The same in words, for the names of tests."""
+    return "hosts-on-one-GPU" if are_shared(world_size) else "a-GPU-each"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each of ``world_size`` ranks stands."""
+
+    world_size: int
+    is_shared: bool
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What its process needs on top of what all have; LOCAL_RANK is the number of its GPU."""
+        if not self.is_shared:
+            return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
+        host = f"{socket.gethostname()}-{rank}"
+        ids = {"NCCL_HOSTID": host, "FLAGCX_HOSTID": host}
+        return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **ids, **_THROUGH_THE_NETWORK}
+
+    def torchruns(self, arguments: Sequence[str]) -> list[tuple[list[str], dict[str, str]]]:
+        """Commands that together run ``arguments`` on each rank, with their whole environments: one for each host."""
+        hosts = self.world_size if self.is_shared else 1
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        sizes = [f"--nnodes={hosts}", f"--nproc-per-node={self.world_size // hosts}", "--local-addr=127.0.0.1"]
+        launch = ["-m", "torch.distributed.run", *sizes, "--master-addr=127.0.0.1", f"--master-port={port}"]
+        return [
+            ([sys.executable, *launch, f"--node-rank={host}", *arguments], {**os.environ, **self.environment(host)})
+            for host in range(hosts)
+        ]
+
+
+def places(world_size: int) -> Places:
+    """Places for ``world_size`` ranks with real FlagCX; skips the test where there is no GPU or no FLAGCX_PATH."""
+    if not torch.cuda.device_count() or not os.environ.get("FLAGCX_PATH"):
+        pytest.skip("needs a GPU, and FLAGCX_PATH with real FlagCX")
+    return Places(world_size, are_shared(world_size))
