@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from sglang_fl.comm.tools.record import describe_machine, describe_versions, wri
 
 __all__ = ["ROOT", "record", "write"]
 
+# For files that were unpacked from an archive.
+COMMIT_VARIABLE = "BENCHMARKS_COMMIT"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,22 +29,22 @@ def describe_gpus() -> list[str]:
 
 
 def describe_commit() -> str:
-    """The commit of this checkout, with ``+changes`` if tracked files differ from it; empty outside of one."""
+    """The commit of this checkout, with ``+changes`` if tracked files differ from it; elsewhere COMMIT_VARIABLE."""
     try:
         commit = _git("rev-parse", "HEAD")
         return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return ""
+        return os.environ.get(COMMIT_VARIABLE, "")
 
 
-def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool) -> dict[str, Any]:
-    """Everything about one benchmark's run."""
+def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool, commit: str = "") -> dict[str, Any]:
+    """Everything about one benchmark's run; ``commit`` where it is known better than from here."""
     return {
         "kind": kind.value,
         "machine": describe_machine(),
         "gpu": describe_gpus() if needs_gpu else [],
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": describe_commit(),
+        "commit": commit or describe_commit(),
         "versions": describe_versions(),
         "command": command,
         "rows": [_row(figure) for figure in figures],

@@ -1,0 +1,102 @@
+"""What is asked of a server: timed decode and prefill, and greedy tokens with their logits."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.e2e.tokens import Answer
+from sglang_fl.testing.server import Server, ServerError
+
+PROMPT_TOKENS = 64
+TOP_LOGITS = 8
+LIMIT_S = 180.0
+WARM_UP_STEPS = 8
+FIRST_ID = 10  # below are special tokens
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is asked."""
+
+    vocabulary: int
+    batches: tuple[int, ...] = (1, 8, 32)
+    sampled_batches: tuple[int, ...] = (8,)
+    steps: int = 128
+    prefill_tokens: int = 4096
+    prompts: int = 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row: prompts that are asked for at once; without steps a prefill.
+
+    Attributes:
+        name: of the row, {} where the configuration's name goes.
+        prompts: token ids.
+        steps: decode steps that are timed.
+        temperature: 0 is greedy.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    steps: int = 0
+    temperature: float = 0.0
+
+    def sample(self, server: Server) -> float:
+        """Milliseconds of a decode step or of a prefill, by the clock of whoever asks, once."""
+        first = self._ask(server, 1)
+        return (self._ask(server, self.steps + 1) - first) / self.steps if self.steps else first
+
+    def warm_up(self, server: Server) -> None:
+        """Once, some steps of it."""
+        self._ask(server, min(self.steps, WARM_UP_STEPS) + 1)
+
+    def _ask(self, server: Server, new_tokens: int) -> float:
+        start = time.perf_counter()
+        replies = ask(server, self.prompts, new_tokens, self.temperature)
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        found = [len(reply["output_ids"]) for reply in replies]
+        if found != [new_tokens] * len(self.prompts):
+            raise ServerError(
+                f"{self.name}: {len(self.prompts)} times {new_tokens} tokens were asked for, {found} came"
+            )
+        return elapsed_ms
+
+
+def workloads(sizes: Sizes) -> Iterator[Workload]:
+    """All timed rows."""
+    for batch in sizes.batches:
+        yield Workload(f"decode {{}}, batch {batch}", make_prompts(sizes, batch, PROMPT_TOKENS), sizes.steps)
+    for batch in sizes.sampled_batches:
+        prompts = make_prompts(sizes, batch, PROMPT_TOKENS)
+        yield Workload(f"sampled decode {{}}, batch {batch}", prompts, sizes.steps, 1.0)
+    count = sizes.prefill_tokens
+    yield Workload(f"prefill {{}}, {count} tokens", make_prompts(sizes, 1, count))
+
+
+def answers(server: Server, sizes: Sizes) -> list[Answer]:
+    """Greedy tokens for some prompts, one after another so that each batch is the same in every run."""
+    found = []
+    for prompt in make_prompts(sizes, sizes.prompts, PROMPT_TOKENS):
+        (reply,) = ask(server, [prompt], sizes.steps, 0.0, return_logprob=True, top_logprobs_num=TOP_LOGITS)
+        tops = [{int(top[1]): float(top[0]) for top in step} for step in reply["meta_info"]["output_top_logprobs"]]
+        found.append(Answer(tuple(reply["output_ids"]), tops))
+    return found
+
+
+def ask(server: Server, prompts: list[list[int]], new_tokens: int, temperature: float, **more: Any) -> list[Any]:
+    """The replies of /generate to all prompts at once."""
+    sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": sampling, **more}
+    replies: list[Any] = server.post("/generate", body, LIMIT_S)
+    return replies
+
+
+def make_prompts(sizes: Sizes, count: int, length: int) -> list[list[int]]:
+    """Random token ids, the same in every run."""
+    source = random.Random(f"{count} prompts of {length} tokens")
+    return [[source.randrange(FIRST_ID, sizes.vocabulary) for _ in range(length)] for _ in range(count)]

@@ -1,0 +1,27 @@
+"""Shapes of models: one file ``shapes/NAME.json`` each, Hugging Face's config.json; no weights, no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("shapes")
+
+
+def names() -> list[str]:
+    """All shapes."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def vocabulary_size(name: str) -> int:
+    """Number of token ids; a multimodal model's lies in its text_config."""
+    config = json.loads((FOLDER / f"{name}.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def write(name: str, folder: Path) -> Path:
+    """Make ``folder`` a model for ``--load-format dummy``; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(FOLDER / f"{name}.json", folder / "config.json")
+    return folder
