@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +69,30 @@ class Places:
             ([sys.executable, *launch, f"--node-rank={host}", *arguments], {**os.environ, **self.environment(host)})
             for host in range(hosts)
         ]
+
+
+def run_together(
+    launches: Sequence[tuple[list[str], dict[str, str]]], folder: Path, limit_s: float
+) -> tuple[list[int], str]:
+    """Run commands with their environments at the same time; their exit codes, and what all of them said.
+
+    Raises subprocess.TimeoutExpired after ``limit_s`` seconds; no command outlives the call.
+    """
+    logs = [folder / f"host-{host}" for host in range(len(launches))]
+    processes = []
+    for (command, environment), log in zip(launches, logs, strict=True):
+        with log.open("w") as output:
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    until_s = time.monotonic() + limit_s
+    try:
+        codes = [process.wait(max(0.0, until_s - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
+        said = "\n".join(log.read_text(errors="replace") for log in logs)
+        print(said)
+    return codes, said
 
 
 def places(world_size: int) -> Places:

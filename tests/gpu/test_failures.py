@@ -126,7 +126,7 @@ class Pair:
         (self.folder / "dumps").mkdir(mode=0o700)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "SGLANG_FL_DIST_BACKEND": "flagcx",
             "SGLANG_FL_COMM_DUMP_DIR": str(self.folder / "dumps"),
             "GLOO_SOCKET_IFNAME": "lo",
