@@ -13,7 +13,6 @@ import torch
 
 from sglang_fl.dispatch.backends.flaggems import register_ops
 from sglang_fl.dispatch.backends.flaggems.impl.normalization import LARGEST_ROW, supports_norm
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import OFFSET_LIMIT, check_offsets
 from sglang_fl.dispatch.backends.flaggems.impl.topk import topk_flaggems
 from sglang_fl.dispatch.backends.flaggems.kernels import KERNELS, OPERATOR_KERNELS
 from sglang_fl.dispatch.registry import OpRegistry
@@ -56,7 +55,7 @@ _KERNEL = "class _Kernel:\n    def __init__(self, *names): self.arg_names, self.
 
 @dataclass(frozen=True)
 class Machine:
-    """One state: what is installed, on which device, and what must be answered for silu_and_mul.
+    """One state: what is installed, on which device, and what must be answered for an operator.
 
     Attributes:
         name: for the test's id.
@@ -67,6 +66,7 @@ class Machine:
         reason: part of it.
         imported: whether flag_gems is imported afterwards.
         triton: whether Triton is there.
+        operator: which is asked about; topk is the one that needs kernels of FlagGems.
     """
 
     name: str
@@ -77,20 +77,24 @@ class Machine:
     reason: str = ""
     imported: bool = True
     triton: bool = True
+    operator: str = "topk"
 
 
 def _gems(
-    detector_at: str = "", vendor: str = "nvidia", device: str = "cuda", kernels: str = "silu_and_mul"
+    detector_at: str = "", vendor: str = "nvidia", device: str = "cuda", kernels: tuple[str, ...] = tuple(KERNELS)
 ) -> dict[str, str]:
     files = {f"{name}__init__.py": "" for name in ("", "runtime/", "runtime/backend/", "fused/", "ops/")}
     if detector_at:
         files[f"runtime/backend/{detector_at}.py"] = _DETECTOR.format(vendor=vendor, device=device)
-    kernel = KERNELS[kernels]
-    files[f"fused/{kernel.module.rpartition('.')[2]}.py"] = f"{_KERNEL}{kernel.name} = _Kernel{kernel.parameters!r}\n"
+    for kernel in (KERNELS[name] for name in kernels):
+        text = f"{_KERNEL}{kernel.name} = _Kernel{kernel.parameters!r}\n"
+        files[f"fused/{kernel.module.rpartition('.')[2]}.py"] = text
     return files
 
 
-_OTHER_PARAMETERS = {"fused/swiglu.py": f"{_KERNEL}swiglu_kernel = _Kernel('input_ptr', 'output_ptr', 'M')\n"}
+_SOFTMAX = KERNELS["topk_softmax"].name
+_OTHER_PARAMETERS = {"fused/topk_softmax.py": f"{_KERNEL}{_SOFTMAX} = _Kernel('input_ptr', 'output_ptr', 'M')\n"}
+_NO_SOFTMAX = _gems("device", kernels=("grouped_topk",))
 
 MACHINES = (
     Machine("absent", reason="flag_gems is not installed", imported=False),
@@ -107,7 +111,8 @@ MACHINES = (
     Machine("no detector", _gems(), reason="no DeviceDetector in any of"),
     Machine("set up for another chip", _gems("device", "ascend", "npu"), reason="set up for ascend (npu); torch runs"),
     Machine("a chip not tried", _gems("device", "metax", "cuda"), reason="tried on nvidia only, and this is metax"),
-    Machine("no such kernel", _gems("device", kernels="gelu_tanh_and_mul"), reason="has no flag_gems.fused.swiglu"),
+    Machine("no such kernel", _NO_SOFTMAX, reason="has no flag_gems.fused.topk_softmax"),
+    Machine("an operator that needs no such kernel", _NO_SOFTMAX, available=True, operator="silu_and_mul"),
     Machine(
         "other parameters", {**_gems("device"), **_OTHER_PARAMETERS}, reason="takes input_ptr, output_ptr, M; calls"
     ),
@@ -126,7 +131,7 @@ def test_the_answer_and_its_reason(machine: Machine, tmp_path: Path) -> None:
         hidden=("flag_gems",) if machine.triton else ("flag_gems", "triton"),
         platform=machine.platform,
         device=machine.device,
-        operators=("silu_and_mul",),
+        operators=(machine.operator,),
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -156,15 +161,6 @@ def test_layers_that_the_norm_is_wrong_for() -> None:
     assert "one dimension" in supports_norm(SimpleNamespace(weight=torch.ones(4, 8)))
     assert "contiguous" in supports_norm(SimpleNamespace(weight=torch.ones(8)[::2]))
     assert "largest" in supports_norm(SimpleNamespace(weight=torch.ones(LARGEST_ROW + 1)))
-
-
-def test_offsets_beyond_32_bits_are_refused() -> None:
-    """Given rows that end before and at 2**31 elements, when they are checked, then only the latter are refused."""
-    rows = torch.empty(2**16, 2**15, device="meta")
-    check_offsets("op", rows[:-1])
-    check_offsets("op", torch.empty(1, 8, device="meta").as_strided((1, 8), (OFFSET_LIMIT, 1)))
-    with pytest.raises(NotSupportedError, match=r"2\*\*31"):
-        check_offsets("op", rows)
 
 
 @pytest.mark.parametrize(

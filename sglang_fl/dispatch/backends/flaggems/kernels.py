@@ -24,50 +24,7 @@ class KernelMissing(LookupError):  # noqa: N818 - a lookup that failed, reported
     """This version of FlagGems has no such kernel, or one with other parameters."""
 
 
-_GATED = (
-    *("input_ptr", "output_ptr", "M", "H", "stride_in_m", "stride_in_h", "stride_out_m", "stride_out_h"),
-    *("BLOCK_SIZE_M", "BLOCK_SIZE_H"),
-)
-_ROTARY_TAIL = (
-    *("p_stride_s", "cos_stride_s", "sin_stride_s", "seq_len", "NUM_Q_HEADS", "NUM_K_HEADS", "HEAD_DIM"),
-    *("PADDED_HEAD_DIM", "ROTARY_INTERLEAVED", "MAX_POSITION_EMBEDDINGS"),
-)
-_ROTARY_STRIDES = ("q_stride_s", "q_stride_h", "q_stride_d", "k_stride_s", "k_stride_h", "k_stride_d")
-
 KERNELS: dict[str, Kernel] = {
-    "silu_and_mul": Kernel("flag_gems.fused.swiglu", "swiglu_kernel", _GATED),
-    "gelu_tanh_and_mul": Kernel("flag_gems.fused.geglu", "geglu_kernel", _GATED),
-    "gelu_none_and_mul": Kernel("flag_gems.fused.gelu_and_mul", "gelu_none_and_mul_kernel"),
-    "rms_norm": Kernel(
-        "flag_gems.ops.rms_norm",
-        "rms_norm_kernel",
-        (
-            *("out_ptr", "INV_RMS", "in_ptr", "w_ptr", "y_stride_r", "y_stride_c", "x_stride_r", "x_stride_c"),
-            *("N", "eps", "BLOCK_SIZE"),
-        ),
-    ),
-    "fused_add_rms_norm": Kernel(
-        "flag_gems.fused.fused_add_rms_norm",
-        "fused_add_rms_norm_kernel",
-        (
-            *("input_ptr", "residual_ptr", "w_ptr", "in_stride_r", "in_stride_c", "r_stride_r", "r_stride_c"),
-            *("N", "eps", "BLOCK_SIZE"),
-        ),
-    ),
-    "rotary_in_place": Kernel(
-        "flag_gems.fused.rotary_embedding",
-        "apply_rotary_pos_emb_inplace_kernel",
-        ("q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "pos_ptr", *_ROTARY_STRIDES, *_ROTARY_TAIL),
-    ),
-    "rotary": Kernel(
-        "flag_gems.fused.rotary_embedding",
-        "apply_rotary_pos_emb_kernel",
-        (
-            *("oq_ptr", "ok_ptr", "q_ptr", "k_ptr", "cos_ptr", "sin_ptr", "pos_ptr", *_ROTARY_STRIDES),
-            *("oq_stride_s", "oq_stride_h", "oq_stride_d", "ok_stride_s", "ok_stride_h", "ok_stride_d"),
-            *_ROTARY_TAIL,
-        ),
-    ),
     "topk_softmax": Kernel(
         "flag_gems.fused.topk_softmax",
         "topk_gating_softmax_kernel",
@@ -80,19 +37,19 @@ KERNELS: dict[str, Kernel] = {
     "grouped_topk": Kernel("flag_gems.fused.grouped_topk", "grouped_topk"),
 }
 
-# The kernels that an operator's implementation here may call.
+# The kernels of FlagGems that an operator's implementation here may call; the others have kernels of this backend.
 OPERATOR_KERNELS: dict[str, tuple[str, ...]] = {
-    "silu_and_mul": ("silu_and_mul",),
-    "gelu_and_mul": ("gelu_tanh_and_mul", "gelu_none_and_mul"),
-    "rms_norm": ("rms_norm", "fused_add_rms_norm"),
-    "gemma_rms_norm": ("rms_norm", "fused_add_rms_norm"),
-    "rotary_embedding": ("rotary", "rotary_in_place"),
+    "silu_and_mul": (),
+    "gelu_and_mul": (),
+    "rms_norm": (),
+    "gemma_rms_norm": (),
+    "rotary_embedding": (),
     "topk": ("topk_softmax", "grouped_topk"),
 }
 
 
 class LoadedKernels:
-    """``loaded.silu_and_mul`` is that kernel, imported on first use; afterwards it is one attribute.
+    """``loaded.topk_softmax`` is that kernel, imported on first use; afterwards it is one attribute.
 
     What ``libentry`` and ``autotune`` wrap is taken out of them: their Python costs more than the launch, their
     cache grows with every new stride, and tuning may not start while a graph is captured. The block sizes and the

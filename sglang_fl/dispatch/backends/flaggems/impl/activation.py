@@ -1,4 +1,4 @@
-"""SiluAndMul and GeluAndMul on FlagGems' gated kernels, which read both halves of a row in place."""
+"""SiluAndMul and GeluAndMul on a Triton kernel that reads both halves of a row in place."""
 
 from __future__ import annotations
 
@@ -6,63 +6,76 @@ from typing import Any
 
 import torch
 
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import check_offsets, rows_of
-from sglang_fl.dispatch.backends.flaggems.kernels import loaded
+from sglang_fl.dispatch.backends.flaggems.choices import GATED, Gated, by_bits
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, rows_of
 from sglang_fl.dispatch.types import NotSupportedError
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
-_COLUMNS_PER_PROGRAM = 1024
-_WARPS = 4
+# Of a key: by the length in bits of the number of tokens, how to launch, and the blocks of a row.
+_Launches = tuple[tuple[Launch, int], ...]
+_launches: dict[Any, _Launches] = {}
+# obj.approximate to the kernel's constant.
+_GELU_FORMS = {"tanh": "GELU_TANH", "none": "GELU_NONE"}
 
 
 def silu_and_mul_flaggems(obj: Any, x: torch.Tensor) -> torch.Tensor:
-    """``silu(x[..., :d]) * x[..., d:]`` in float32; one launch, no view of a half, no copy of strided rows.
-
-    Raises:
-        NotSupportedError: x spans 2**31 elements or more.
-    """
-    return _gated(loaded.silu_and_mul, x)
+    """``silu(x[..., :d]) * x[..., d:]`` in float32; one launch, no view of a half, no copy of strided rows."""
+    return _gated("SILU", x)
 
 
 def gelu_and_mul_flaggems(obj: Any, x: torch.Tensor) -> torch.Tensor:
     """``gelu(x[..., :d]) * x[..., d:]`` in float32, in the form that ``obj.approximate`` says.
 
     Raises:
-        NotSupportedError: x spans 2**31 elements or more, or approximate is neither tanh nor none.
+        NotSupportedError: approximate is neither tanh nor none.
     """
-    approximate = obj.approximate
-    if approximate == "tanh":
-        return _gated(loaded.gelu_tanh_and_mul, x)
-    if approximate == "none":
-        return _gelu_none(x)
-    raise NotSupportedError(f"gelu_and_mul: approximate is {approximate!r}; FlagGems has tanh and none")
+    form = _GELU_FORMS.get(obj.approximate)
+    if form is None:
+        raise NotSupportedError(f"gelu_and_mul: approximate is {obj.approximate!r}; the kernel has tanh and none")
+    return _gated(form, x)
 
 
 def supports_gelu(obj: Any) -> str:
-    """Why FlagGems is wrong for this layer; "" if it is right."""
+    """Why the kernel is wrong for this layer; "" if it is right."""
     approximate = getattr(obj, "approximate", None)
-    return "" if approximate in ("tanh", "none") else f"approximate is {approximate!r}; FlagGems has tanh and none"
+    return "" if approximate in _GELU_FORMS else f"approximate is {approximate!r}; the kernel has tanh and none"
 
 
-def _gated(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated(form: str, x: torch.Tensor) -> torch.Tensor:
     columns = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
     rows = rows_of(x)
-    check_offsets("activation", rows)
-    count, (row_stride, column_stride) = rows.shape[0], rows.stride()
-    grid = (count, -(-columns // _COLUMNS_PER_PROGRAM))
-    kernel[grid](
-        *(rows, out, count, columns, row_stride, column_stride, columns, 1, 1, _COLUMNS_PER_PROGRAM),
-        num_warps=_WARPS,
+    stride, device = rows.stride(0), rows.get_device()
+    unusual = (rows.data_ptr() | out.data_ptr()) & 15 or stride & UNUSUAL
+    key = (
+        *(form, rows.dtype, columns, device),
+        unusual and specialisation(rows.data_ptr(), out.data_ptr(), stride),
     )
+    launches = _launches.get(key) or _bind(key, form, rows, out)
+    count = rows.shape[0]
+    launch, blocks = launches[count.bit_length()]
+    launch(count, blocks, rows, out, stride)
     return out
 
 
-def _gelu_none(x: torch.Tensor) -> torch.Tensor:
-    columns = x.shape[-1] // 2
-    out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
-    if out.numel():
-        # FlagGems has the erf form only as a pointwise function of two tensors; it takes their strides.
-        loaded.gelu_none_and_mul(x[..., :columns], x[..., columns:], out0=out)
-    return out
+def _bind(key: Any, form: str, rows: torch.Tensor, out: torch.Tensor) -> _Launches:
+    columns = out.shape[-1]
+    made = by_bits(GATED, columns, lambda choice: bind_gated(choice, form, rows, out))
+    return _launches.setdefault(key, made)
+
+
+def bind_gated(choice: Gated, form: str, rows: torch.Tensor, out: torch.Tensor) -> tuple[Launch, int]:
+    """How to launch the kernel for tensors like these: launch(rows, blocks, rows, out, stride), and the blocks."""
+    from sglang_fl.dispatch.backends.flaggems import triton_kernels as kernels
+
+    columns, device = out.shape[-1], rows.get_device()
+    dependent = choice.dependent and launches_dependently(device)
+    constants = {
+        **{"columns": columns, "block": choice.block, "form": getattr(kernels, form).value},
+        "dependent": dependent,
+    }
+    options = {"num_warps": choice.warps, "launch_pdl": dependent}
+    launch = bind(kernels.gated_kernel, (rows, out, rows.stride(0)), constants, options, device)
+    return launch, -(-columns // choice.block)

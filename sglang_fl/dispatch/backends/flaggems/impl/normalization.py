@@ -1,91 +1,109 @@
-"""RMSNorm and GemmaRMSNorm on FlagGems' kernels that keep a row in registers and compute in float32."""
+"""RMSNorm and GemmaRMSNorm on a Triton kernel that keeps rows in registers and computes in float32."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import check_offsets, next_power_of_two, rows_of
-from sglang_fl.dispatch.backends.flaggems.kernels import loaded
+from sglang_fl.dispatch.backends.flaggems.choices import ADD_RMS_NORM, RMS_NORM, Norm, by_bits
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, next_power_of_two, rows_of
 from sglang_fl.dispatch.ops import Normed
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
 # A row is held by one program: above this a thread of 16 warps would hold more than 128 values.
 LARGEST_ROW = 65536
-_VALUES_PER_WARP = 512
-_MOST_WARPS = 16
+
+# Of a key: by the length in bits of the number of rows, how to launch, and the rows of a program.
+_Launches = tuple[tuple[Launch, int], ...]
+_launches: dict[Any, _Launches] = {}
 
 
 def rms_norm_flaggems(obj: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
     """The norm of x, or with ``residual`` the pair (norm of the sum, sum), written into contiguous x and residual.
 
     The sum is kept in float32 for the norm and rounded once, as in SGLang's native method.
-
-    Raises:
-        NotSupportedError: x spans 2**31 elements or more.
     """
-    return _norm(x, residual, obj.weight, obj.variance_epsilon)
+    return _norm(x, residual, obj.weight, obj.variance_epsilon, False)
 
 
 def gemma_rms_norm_flaggems(obj: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:
-    """As :func:`rms_norm_flaggems` with ``1 + weight`` in float32, which costs one more small launch.
-
-    The sum is not kept from call to call: a weight may be loaded anew in place.
-    """
-    return _norm(x, residual, torch.add(_one(x.device), obj.weight), obj.variance_epsilon)
+    """As :func:`rms_norm_flaggems` with ``1 + weight``, added in float32 by the kernel."""
+    return _norm(x, residual, obj.weight, obj.variance_epsilon, True)
 
 
 def supports_norm(obj: Any) -> str:
-    """Why FlagGems is wrong for this layer; "" if it is right."""
+    """Why the kernel is wrong for this layer; "" if it is right."""
     weight = getattr(obj, "weight", None)
     if weight is None:
-        return "the layer has no weight, and FlagGems' kernels need one"
+        return "the layer has no weight, and the kernel needs one"
     if weight.dim() != 1 or not weight.is_contiguous():
-        return f"FlagGems' kernels need a contiguous weight of one dimension, not shape {tuple(weight.shape)}"
+        return f"the kernel needs a contiguous weight of one dimension, not shape {tuple(weight.shape)}"
     if weight.shape[0] > LARGEST_ROW:
         return f"rows of {weight.shape[0]} are beyond {LARGEST_ROW}, the largest that the kernel holds in registers"
     return ""
 
 
-@cache
-def _one(device: torch.device) -> torch.Tensor:
-    # One dimension, so that the sum with a bfloat16 weight is float32.
-    return torch.ones(1, dtype=torch.float32, device=device)
-
-
-def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Normed:
-    if residual is not None:
-        return _add_norm(x, residual, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not out.numel():
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, one_plus_weight: bool
+) -> Normed:
+    if residual is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out.numel():
+            _launch(rows_of(x), None, weight, out, eps, one_plus_weight)
         return out
-    rows = rows_of(x)
-    check_offsets("rms_norm", rows)
-    count, width = rows.shape
-    inverse_rms = torch.empty(count, dtype=torch.float32, device=x.device)
-    block = next_power_of_two(width)
-    row_stride, column_stride = rows.stride()
-    loaded.rms_norm[(count,)](
-        *(out, inverse_rms, rows, weight, width, 1, row_stride, column_stride, width, eps, block),
-        num_warps=_warps(block),
-    )
-    return out
-
-
-def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Normed:
     x, residual = x.contiguous(), residual.contiguous()
-    if not x.numel():
-        return x, residual
-    width = x.shape[-1]
-    check_offsets("rms_norm", rows_of(x))
-    block = next_power_of_two(width)
-    loaded.fused_add_rms_norm[(x.numel() // width,)](
-        *(x, residual, weight, width, 1, width, 1, width, eps, block),
-        num_warps=_warps(block),
-    )
+    if x.numel():
+        _launch(rows_of(x), residual, weight, x, eps, one_plus_weight)
     return x, residual
 
 
-def _warps(block: int) -> int:
-    return min(max(block // _VALUES_PER_WARP, 1), _MOST_WARPS)
+def _launch(
+    rows: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    one_plus_weight: bool,
+) -> None:
+    count, width = rows.shape
+    stride = rows.stride(0)
+    # Without a residual the kernel gets x in its place, and does not look at it.
+    other = rows if residual is None else residual
+    addresses = (rows.data_ptr(), other.data_ptr(), weight.data_ptr(), out.data_ptr())
+    unusual = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) & 15 or stride & UNUSUAL
+    key = (
+        *(residual is None, one_plus_weight, width, rows.dtype, other.dtype, weight.dtype, rows.get_device()),
+        unusual and specialisation(*addresses, stride),
+    )
+    arguments = (rows, other, weight, out, stride, count, eps)
+    launches = _launches.get(key) or _bind(key, residual is not None, one_plus_weight, arguments)
+    launch, rows_a_program = launches[count.bit_length()]
+    launch(-(-count // rows_a_program), 1, *arguments)
+
+
+def _bind(key: Any, with_residual: bool, one_plus_weight: bool, arguments: tuple[Any, ...]) -> _Launches:
+    table = ADD_RMS_NORM if with_residual else RMS_NORM
+    width = arguments[0].shape[1]
+    made = by_bits(table, width, lambda choice: bind_norm(choice, with_residual, one_plus_weight, arguments))
+    return _launches.setdefault(key, made)
+
+
+def bind_norm(
+    choice: Norm, with_residual: bool, one_plus_weight: bool, arguments: tuple[Any, ...]
+) -> tuple[Launch, int]:
+    """How to launch the kernel for arguments like these: launch(programs, 1, *arguments), and the rows of a program.
+
+    ``arguments``: x, residual, weight, result, x's row stride, number of rows, epsilon.
+    """
+    from sglang_fl.dispatch.backends.flaggems import triton_kernels as kernels
+
+    width, device = arguments[0].shape[1], arguments[0].get_device()
+    block = next_power_of_two(width)
+    dependent = choice.dependent and launches_dependently(device)
+    constants = {
+        **{"width": width, "block": block, "rows": choice.rows, "with_residual": with_residual},
+        **{"one_plus_weight": one_plus_weight, "dependent": dependent},
+    }
+    options = {"num_warps": choice.warps(block), "launch_pdl": dependent}
+    return bind(kernels.rms_norm_kernel, arguments, constants, options, device), choice.rows

@@ -1,4 +1,4 @@
-"""Rotary embedding on FlagGems' kernels, over the whole cache as it is: float32 tables, no gather, no conversion."""
+"""Rotary embedding on a Triton kernel, over the whole cache as it is: no gather, no conversion."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from typing import Any
 
 import torch
 
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import next_power_of_two
-from sglang_fl.dispatch.backends.flaggems.kernels import loaded
+from sglang_fl.dispatch.backends.flaggems.choices import ROTARY, Rotary, by_bits
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, next_power_of_two
 from sglang_fl.dispatch.types import NotSupportedError
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
-_LEAST_BLOCK = 16
-# The in-place kernel loads a head and its rotated partner, then stores the head, with nothing between that makes the
-# warps of a program wait for each other. One warp a program: loads come before stores.
-_WARPS_IN_PLACE = 1
-_WARPS = 4
+# Of a key: by the length in bits of the number of tokens, how to launch, and the blocks of heads.
+_Launches = tuple[tuple[Launch, int], ...]
+_launches: dict[Any, _Launches] = {}
 
 
 def rotary_embedding_flaggems(
@@ -30,8 +29,8 @@ def rotary_embedding_flaggems(
     """Rotate query and key, computed in float32; see the standard signature for shapes.
 
     Raises:
-        NotSupportedError: query or key is not [T, heads, rotary_dim] of one dtype, or the tables are not contiguous
-            in their last dimension or too narrow.
+        NotSupportedError: query or key is not [T, heads, rotary_dim] of one dtype, or one of them or the tables are not
+            contiguous in their last dimension, or the tables are too narrow.
     """
     _check(query, key, cos, sin)
     out_query = query if inplace else torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -39,17 +38,60 @@ def rotary_embedding_flaggems(
     tokens, heads, width = query.shape
     if not tokens:
         return out_query, out_key
-    tail = (
-        *(position_ids.stride(0), cos.stride(0), sin.stride(0), None, heads, key.shape[1], width),
-        *(max(next_power_of_two(width), _LEAST_BLOCK), rotary_interleaved, cos.shape[0]),
+    tensors = (query, key, out_query, out_key, cos, sin)
+    strides = (
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *out_query.stride()[:2],
+        *out_key.stride()[:2],
+        cos.stride(0),
+        sin.stride(0),
     )
-    inputs = (query, key, cos, sin, position_ids, *query.stride(), *key.stride())
-    if inplace:
-        loaded.rotary_in_place[(tokens,)](*inputs, *tail, num_warps=_WARPS_IN_PLACE)
-    else:
-        outputs = (*out_query.stride(), *out_key.stride())
-        loaded.rotary[(tokens,)](out_query, out_key, *inputs, *outputs, *tail, num_warps=_WARPS)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    unusual = 0
+    for address in addresses:
+        unusual |= address & 15
+    for stride in strides:
+        unusual |= stride & UNUSUAL
+    form = (
+        *(rotary_interleaved, heads, key.shape[1], width, query.dtype, cos.dtype, sin.dtype),
+        *(position_ids.dtype, query.get_device()),
+        unusual and specialisation(*addresses, *strides),
+    )
+    arguments = (*tensors, position_ids, position_ids.stride(0), *strides)
+    launches = _launches.get(form) or _bind(form, rotary_interleaved, arguments)
+    launch, blocks = launches[tokens.bit_length()]
+    launch(tokens, blocks, *arguments)
     return out_query, out_key
+
+
+def _bind(form: Any, interleaved: bool, arguments: tuple[Any, ...]) -> _Launches:
+    heads = arguments[0].shape[1] + arguments[1].shape[1]
+    return _launches.setdefault(
+        form, by_bits(ROTARY, heads, lambda choice: bind_rotary(choice, interleaved, arguments))
+    )
+
+
+def bind_rotary(choice: Rotary, interleaved: bool, arguments: tuple[Any, ...]) -> tuple[Launch, int]:
+    """How to launch the kernel for arguments like these: launch(tokens, blocks, *arguments), and the blocks of heads.
+
+    ``arguments``: query, key, their results, cos, sin, positions, the positions' stride, and the strides of tokens and
+    of heads of the first four, and of positions of the tables.
+    """
+    from sglang_fl.dispatch.backends.flaggems import triton_kernels as kernels
+
+    query, key = arguments[:2]
+    device = query.get_device()
+    dependent = choice.dependent and launches_dependently(device)
+    pairs = query.shape[2] // 2
+    constants = {
+        **{"query_heads": query.shape[1], "key_heads": key.shape[1], "pairs": pairs, "heads": choice.heads},
+        **{"block": next_power_of_two(pairs), "interleaved": interleaved, "several_warps": choice.warps > 1},
+        "dependent": dependent,
+    }
+    options = {"num_warps": choice.warps, "launch_pdl": dependent}
+    launch = bind(kernels.rotary_kernel, arguments, constants, options, device)
+    return launch, -(-query.shape[1] // choice.heads) - (-key.shape[1] // choice.heads)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -57,10 +99,15 @@ def _check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
     if query.dim() != 3 or key.dim() != 3 or key.shape[-1] != width or query.dtype != key.dtype:
         raise NotSupportedError(
             f"rotary_embedding: query {tuple(query.shape)} {query.dtype} and key {tuple(key.shape)} {key.dtype}; "
-            "FlagGems takes [T, heads, rotary_dim] of one dtype"
+            "the kernel takes [T, heads, rotary_dim] of one dtype"
+        )
+    if query.stride(2) != 1 or key.stride(2) != 1:
+        raise NotSupportedError(
+            f"rotary_embedding: query and key have strides {query.stride()} and {key.stride()}; "
+            "the kernel takes heads that are contiguous"
         )
     if cos.shape[-1] * 2 != width or cos.stride(-1) != 1 or sin.stride(-1) != 1:
         raise NotSupportedError(
             f"rotary_embedding: tables of shape {tuple(cos.shape)} and strides {cos.stride()}, {sin.stride()} for "
-            f"a rotary_dim of {width}; FlagGems takes [positions, rotary_dim / 2], contiguous in the last dimension"
+            f"a rotary_dim of {width}; the kernel takes [positions, rotary_dim / 2], contiguous in the last dimension"
         )

@@ -1,33 +1,27 @@
-"""What the kernels share: a tensor as rows, and the range of their 32-bit offsets."""
+"""What the kernels share: a tensor as rows, sizes of blocks, and which devices take a dependent launch."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
-from sglang_fl.dispatch.types import NotSupportedError
-
-# Triton passes a stride below this as 32 bits, and row times stride is then computed in 32 bits.
-OFFSET_LIMIT = 2**31
+# Programmatic dependent launch came with this compute capability.
+_DEPENDENT_LAUNCH = (9, 0)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as [rows, last dimension]: a view where its strides allow one, otherwise a copy."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def check_offsets(what: str, rows: torch.Tensor) -> None:
-    """Refuse rows whose offsets do not fit the kernels' 32 bits.
-
-    Raises:
-        NotSupportedError: the last row ends at 2**31 elements or later.
-    """
-    if (rows.shape[0] - 1) * rows.stride(0) + rows.shape[1] >= OFFSET_LIMIT:
-        raise NotSupportedError(
-            f"{what}: {rows.shape[0]} rows of stride {rows.stride(0)} reach beyond 2**31 elements, "
-            "which FlagGems' kernels count in 32 bits"
-        )
+    """``x`` as [rows, last dimension] of contiguous rows: a view where its strides allow one, otherwise a copy."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def next_power_of_two(number: int) -> int:
     """The least power of two that is not below ``number`` (at least 1)."""
     return 1 << (number - 1).bit_length()
+
+
+@cache
+def launches_dependently(device: int) -> bool:
+    """Whether CUDA device ``device`` can launch a kernel while the one before it still runs; -1 is the CPU."""
+    return device >= 0 and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
