@@ -1,5 +1,7 @@
 """Answers ``import sgl_kernel`` where nothing else does, in every process: a .pth file adds an import finder.
 
+So it does for the modules of FlashInfer that SGLang imports on every CUDA device without asking whether they are there.
+
 No folder named sgl_kernel is installed: a real distribution puts its files there, and pip overwriting and
 later removing files of another distribution breaks both. The finder stands last in ``sys.meta_path``, so that
 a real sgl_kernel wins wherever it lies and whenever it was installed; once removed, the stand-in is back.
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 MODULE_NAME = "sgl_kernel"
+FLASHINFER = "flashinfer"
 
 
 class StandInFinder:
@@ -28,11 +31,13 @@ class StandInFinder:
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The stand-in's spec for ``sgl_kernel`` and, where that is the stand-in, its submodules; or None."""
-        if fullname.partition(".")[0] != MODULE_NAME:
+        package = fullname.partition(".")[0]
+        if package not in (MODULE_NAME, FLASHINFER):
             return None
         from sglang_fl_kernel_standin import modules
 
-        return modules.make_spec(fullname, sys._getframe(1))
+        make = modules.make_spec if package == MODULE_NAME else modules.make_flashinfer_spec
+        return make(fullname, sys._getframe(1))
 
 
 def activate() -> None:

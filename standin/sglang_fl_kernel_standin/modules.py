@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import opcode
+import os
 import sys
 from importlib import metadata
 from importlib.abc import Loader
@@ -10,12 +11,14 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from sglang_fl_kernel_standin import MODULE_NAME, guards
+from sglang_fl_kernel_standin import FLASHINFER, MODULE_NAME, guards
 
 REAL_DISTRIBUTION = "sglang-kernel"
 MARKER = "__sglang_fl_standin__"
 ORIGIN = "stand-in by sglang_fl, holds no kernels"
 _IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
+# SGLang's own switch for FlashInfer; without it a module that was loaded would count as FlashInfer itself.
+_FLASHINFER_SWITCH = "SGLANG_IS_FLASHINFER_AVAILABLE"
 
 
 class KernelNotAvailableError(RuntimeError):
@@ -42,6 +45,12 @@ def _wanted_release() -> str:
 
 def explain(name: str) -> str:
     """What is missing, and what to install, for the kernel or module of that dotted name."""
+    if name.partition(".")[0] == FLASHINFER:
+        return (
+            f"{name} is not available: FlashInfer is not installed, and this {FLASHINFER} is the stand-in of sglang_fl "
+            "that lets SGLang import without it. Install FlashInfer, or keep SGLang from calling it: "
+            "--attention-backend triton --sampling-backend pytorch."
+        )
     return (
         f"{name} is not available: this sgl_kernel is the stand-in of sglang_fl (distribution "
         "sglang-fl-kernel-standin), which holds no kernels. Install the real one for this chip, which then "
@@ -144,4 +153,19 @@ def make_spec(fullname: str, caller: FrameType) -> ModuleSpec | None:
         importer = guards.importing_frame(caller)
         if importer is not None and guards.is_guarded(importer):
             return None
+    return ModuleSpec(fullname, _StandInLoader(), origin=ORIGIN, is_package=True)
+
+
+def make_flashinfer_spec(fullname: str, caller: FrameType) -> ModuleSpec | None:
+    """The spec of ``flashinfer`` or of a submodule, for a statement of SGLang's that falls back on nothing; or None.
+
+    SGLang imports two of its modules wherever it finds a CUDA device, and asks for all the others: those questions,
+    and everybody else's, hear that FlashInfer is not there.
+    """
+    importer = guards.importing_frame(caller)
+    if importer is None or str(importer.f_globals.get("__name__", "")).partition(".")[0] != "sglang":
+        return None
+    if guards.is_guarded(importer):
+        return None
+    os.environ[_FLASHINFER_SWITCH] = "false"
     return ModuleSpec(fullname, _StandInLoader(), origin=ORIGIN, is_package=True)

@@ -165,6 +165,77 @@ def test_operators_that_sglang_describes_to_dynamo_on_cuda(equipped: Environment
     equipped.run("-c", dedent(program))
 
 
+# Who imports FlashInfer: SGLang on every CUDA device, SGLang where it has a way out, and somebody else.
+_IMPORTERS = {
+    "sglang/__init__.py": "",
+    "sglang/sampler.py": "from flashinfer.sampling import min_p_sampling_from_probs\n",
+    "sglang/norm.py": (
+        "try:\n    from flashinfer.norm import layernorm\nexcept ImportError:\n    layernorm = None\n"
+        "try:\n    from flashinfer import fp4_quantize\nexcept ImportError:\n    fp4_quantize = None\n"
+    ),
+    "somebody.py": "import flashinfer.norm\n",
+}
+
+
+def _importers(folder: Path) -> Path:
+    for name, source in _IMPORTERS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source)
+    return folder
+
+
+def test_flashinfer_is_there_for_the_imports_of_sglang_that_have_no_way_out(
+    equipped: Environment, tmp_path: Path
+) -> None:
+    """Given no FlashInfer, then SGLang's unguarded import works, every question for FlashInfer hears no, before and
+    after it, and a call names the function and the options that avoid it."""
+    program = f"""
+        import importlib.util, os, sys
+        sys.path.insert(0, {str(_importers(tmp_path))!r})
+
+        def answers():
+            import sglang.norm
+            found = [sglang.norm.layernorm, sglang.norm.fp4_quantize]
+            for name in ("sglang.norm", "somebody"):
+                sys.modules.pop(name, None)
+            try:
+                import somebody
+            except ImportError as error:
+                found.append(type(error).__name__)
+            return found
+
+        print(importlib.util.find_spec("flashinfer"), *answers())
+        import sglang.sampler
+        print(os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"], *answers())
+        try:
+            sglang.sampler.min_p_sampling_from_probs(1)
+        except RuntimeError as error:
+            print(error)
+    """
+    before, after, call = equipped.run("-c", dedent(program)).stdout.splitlines()
+    assert before == "None None None ModuleNotFoundError"
+    assert after == "false None None ModuleNotFoundError"
+    assert call.startswith(
+        "flashinfer.sampling.min_p_sampling_from_probs is not available: FlashInfer is not installed"
+    )
+    assert call.endswith("--attention-backend triton --sampling-backend pytorch.")
+
+
+def test_a_real_flashinfer_wins(equipped: Environment, tmp_path: Path) -> None:
+    """Given FlashInfer and the stand-in, when SGLang imports it, then it is FlashInfer, and the switch stays unset."""
+    package = _importers(tmp_path) / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sampling.py").write_text("def min_p_sampling_from_probs():\n    return 'real'\n")
+    program = f"""
+        import os, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        import sglang.sampler
+        print(sglang.sampler.min_p_sampling_from_probs(), os.environ.get("SGLANG_IS_FLASHINFER_AVAILABLE"))
+    """
+    assert equipped.run("-c", dedent(program)).stdout == "real None\n"
+
+
 def test_a_question_for_a_kernel_is_answered_with_no(equipped: Environment) -> None:
     """Given the stand-in, when code asks by hasattr or getattr, then no kernel is there and no submodule appears."""
     program = """
