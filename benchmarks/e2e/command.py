@@ -29,7 +29,6 @@ from benchmarks.figures import Kind, show
 
 MISSED, UNUSABLE, INCOMPLETE = 1, 2, 3
 DEFAULT_LIMIT_S = 3600.0
-CPU_SIZES = {"batches": (1, 2), "sampled_batches": (2,), "steps": 32, "prefill_tokens": 256, "prompts": 2}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def execute(options: argparse.Namespace, console: Console, command: str) -> Outcome:
     """Make all starts; the record is written after each."""
-    sizes = Sizes(shapes.vocabulary_size(options.shape), **{} if options.is_on_gpu else CPU_SIZES)
+    vocabulary = shapes.vocabulary_size(options.shape)
+    sizes = Sizes(vocabulary) if options.is_on_gpu else Sizes.for_cpu(vocabulary)
     plan = Plan(options.configurations, options.once, options.starts, options.repeats, options.controls_on)
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
@@ -73,6 +73,9 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        memory_mib = used_memory_mib() if options.is_on_gpu else ()
+        if options.is_on_gpu and not memory_mib:
+            console.print("nvidia-smi does not tell the memory in use: no start waits for it", style="yellow")
         site = Site(
             shapes.write(options.shape, folder / "model"),
             install_plugin(folder / "plugin"),
@@ -80,7 +83,7 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
             options.tp,
             options.is_on_gpu,
             tuple(options.server_arguments),
-            used_memory_mib() if options.is_on_gpu else (),
+            memory_mib,
         )
         return run(
             plan, site, sizes, options.limit_s, lambda line: console.print(line, markup=False, highlight=False), keep

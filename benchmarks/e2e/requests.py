@@ -29,6 +29,11 @@ class Sizes:
     prefill_tokens: int = 4096
     prompts: int = 4
 
+    @classmethod
+    def for_cpu(cls, vocabulary: int) -> Sizes:
+        """Little, to show that it works; no times of interest."""
+        return cls(vocabulary, (1, 2), (2,), steps=32, prefill_tokens=256, prompts=2)
+
 
 @dataclass(frozen=True)
 class Workload:

@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE, Configuration
 from benchmarks.e2e.requests import Sizes, answers, workloads
 from benchmarks.e2e.server_plugin.controls import OFF
-from benchmarks.e2e.servers import MeasuredServer, Site
+from benchmarks.e2e.servers import Site
 from benchmarks.e2e.tokens import Answer, weakness
-from sglang_fl.testing.server import ServerError
+from sglang_fl.testing.server import Server, ServerError
 
 CONTROLS = "controls"
 READY_LIMIT_S = 300.0
@@ -160,7 +160,7 @@ def _measure(step: Step, plan: Plan, site: Site, sizes: Sizes, limit_s: float) -
     return start
 
 
-def _samples(server: MeasuredServer, repeats: int, sizes: Sizes) -> dict[str, list[float]]:
+def _samples(server: Server, repeats: int, sizes: Sizes) -> dict[str, list[float]]:
     timed = list(workloads(sizes))
     for workload in timed:
         workload.warm_up(server)
@@ -171,7 +171,7 @@ def _samples(server: MeasuredServer, repeats: int, sizes: Sizes) -> dict[str, li
     return samples
 
 
-def _answers_under(server: MeasuredServer, switch: Path, fault: str, sizes: Sizes) -> list[Answer]:
+def _answers_under(server: Server, switch: Path, fault: str, sizes: Sizes) -> list[Answer]:
     try:
         _write(switch, fault)
         return answers(server, sizes)

@@ -123,7 +123,7 @@ class Site:
             server_plugin.REPORT_VARIABLE: str(self.folder / f"{name}.weights"),
         }
 
-    def check(self, server: MeasuredServer, configuration: Configuration) -> dict[str, Any]:
+    def check(self, server: Server, configuration: Configuration) -> dict[str, Any]:
         """That the server is what the configuration says; its weights' report by rank, and the plugin's lines.
 
         Raises:
@@ -131,7 +131,7 @@ class Site:
         """
         reports = {}
         for rank in range(self.tp):
-            path = self.folder / f"{server.log_name}.weights.rank{rank}"
+            path = self.folder / f"{server.log_path().stem}.weights.rank{rank}"
             if not path.exists():
                 raise ServerError(
                     f"rank {rank} did not get the benchmark's weights, {path} is not there; see {server.log_path()}"
@@ -153,9 +153,7 @@ class Site:
             ServerError: they still do after FREE_WAIT_S seconds.
         """
         start = time.monotonic()
-        while any(
-            now > before + FREE_SLACK_MIB for before, now in zip(self.memory_mib, used_memory_mib(), strict=True)
-        ):
+        while self.memory_mib and any(map(_is_above, used_memory_mib(), self.memory_mib)):
             if time.monotonic() - start > FREE_WAIT_S:
                 raise ServerError(
                     f"the GPUs hold {used_memory_mib()} MiB, {self.memory_mib} before the first start, "
@@ -164,13 +162,18 @@ class Site:
             time.sleep(0.5)
 
 
+def _is_above(now: int, before: int) -> bool:
+    return now > before + FREE_SLACK_MIB
+
+
 def used_memory_mib() -> tuple[int, ...]:
-    """Memory in use on each GPU, by nvidia-smi, which needs no context on them; empty where it is not installed."""
+    """Memory in use on each GPU, by nvidia-smi, which needs no context on them; empty where it cannot tell."""
     if shutil.which("nvidia-smi") is None:
         return ()
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return tuple(int(line) for line in done.stdout.split())
+    lines = done.stdout.splitlines()
+    return tuple(map(int, lines)) if all(line.strip().isdigit() for line in lines) else ()
 
 
 def _require_layers(configuration: Configuration, lines: list[str], log: Path) -> None:

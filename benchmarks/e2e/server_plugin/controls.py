@@ -98,8 +98,9 @@ def reordered_all_gather(original: Callable[..., Any], switch: Switch) -> Callab
         if not isinstance(result, torch.Tensor):
             return result
         place = dim % result.dim()
-        parts = result.unflatten(place, (len(switch.order), -1))
-        return parts.index_select(place, switch.order).flatten(place, place + 1)
+        size = result.shape
+        parts = result.view(*size[:place], len(switch.order), -1, *size[place + 1 :])
+        return parts.index_select(place, switch.order).view(size)
 
     return all_gather
 

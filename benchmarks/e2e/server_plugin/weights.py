@@ -10,6 +10,7 @@ replicated; parts that are equal would only be a special model, replicas that di
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -121,7 +122,7 @@ def _deviation(parameter: torch.Tensor, kind: Kind, shard: Shard) -> float:
     deviation = DISTRIBUTIONS[kind][1]
     if kind is not Kind.MATRIX:
         return deviation
-    return deviation * float(parameter.shape[-1] * shard.input_parts) ** -0.5
+    return deviation / math.sqrt(parameter.shape[-1] * shard.input_parts)
 
 
 def _draw(tensor: torch.Tensor, kind: Kind, shard: Shard, key: str) -> None:
