@@ -1,10 +1,16 @@
-"""Shapes of models: one file ``shapes/NAME.json`` each, Hugging Face's config.json; no weights, no tokenizer."""
+"""Shapes of models: one file ``shapes/NAME.json`` each, Hugging Face's config.json; no weights.
+
+``_source`` in it says where sizes come from that are not obvious; SGLang does not read it. A multimodal shape is
+written with a processor, any other without a tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+
+from benchmarks.e2e import processor
 
 FOLDER = Path(__file__).with_name("shapes")
 
@@ -24,4 +30,7 @@ def write(name: str, folder: Path) -> Path:
     """Make ``folder`` a model for ``--load-format dummy``; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(FOLDER / f"{name}.json", folder / "config.json")
+    vision = json.loads((folder / "config.json").read_text()).get("vision_config")
+    if vision is not None:
+        processor.write(folder, vision)
     return folder

@@ -18,6 +18,10 @@ from typing import Any
 import torch
 
 DIGEST_ELEMENTS = 256
+# PyTorch's own normal_ by type of device: layer 1 may replace it before the model is made.
+_own_normal: dict[str, Any] = {}
+_KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
+GEMMA_COPY = "gemma_weight"
 
 
 class Kind(str, Enum):
@@ -82,7 +86,16 @@ def fill(model: torch.nn.Module, seed: int) -> dict[str, dict[str, Any]]:
                 "deviation": _deviation(parameter, kind, shard),
                 "digest": _digest(parameter.data),
             }
+        if GEMMA_COPY in dict(module.named_buffers(recurse=False)):
+            # SGLang's loader keeps 1 + weight beside the weight; FlashInfer's fused all-reduce takes that one.
+            module.get_buffer(GEMMA_COPY).copy_(module.get_parameter("weight").data + 1.0)
     return filled
+
+
+def remember_kernels() -> None:
+    """Keep PyTorch's own kernels, before anything may have replaced them, so that all runs draw the same numbers."""
+    for device in ("cpu", "cuda") if torch.version.cuda else ("cpu",):
+        _own_normal[device] = torch.library.get_kernel("aten::normal_", _KEYS[device])
 
 
 def kind_of(module: torch.nn.Module, name: str, parameter: torch.Tensor) -> Kind:
@@ -128,10 +141,17 @@ def _deviation(parameter: torch.Tensor, kind: Kind, shard: Shard) -> float:
 def _draw(tensor: torch.Tensor, kind: Kind, shard: Shard, key: str) -> None:
     generator = torch.Generator(device=tensor.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little"))
-    tensor.normal_(DISTRIBUTIONS[kind][0], _deviation(tensor, kind, shard), generator=generator)
+    mean, deviation = DISTRIBUTIONS[kind][0], _deviation(tensor, kind, shard)
+    own = _own_normal.get(tensor.device.type)
+    if own is None:
+        tensor.normal_(mean, deviation, generator=generator)
+    else:
+        keys = torch._C.DispatchKeySet(_KEYS[tensor.device.type])
+        own.call_boxed(keys, tensor, mean, deviation, generator=generator)
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of the first elements; enough to tell equal from different numbers."""
-    start = tensor.flatten()[:DIGEST_ELEMENTS].float().cpu().numpy().tobytes()
-    return hashlib.sha256(start).hexdigest()[:16]
+    """Of the first and last elements; enough to tell equal from different numbers."""
+    flat = tensor.flatten()
+    ends = [part.cpu().float().numpy().tobytes() for part in (flat[:DIGEST_ELEMENTS], flat[-DIGEST_ELEMENTS:])]
+    return hashlib.sha256(b"".join(ends)).hexdigest()[:16]
