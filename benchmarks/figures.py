@@ -39,15 +39,22 @@ class Measure(str, Enum):
 
 @dataclass(frozen=True)
 class Bar:
-    """The largest ratio to, difference from the reference, or value that counts as met."""
+    """The largest ratio to, difference from the reference, or value that counts as met.
+
+    Attributes:
+        measure: what is limited.
+        limit: its largest value.
+        or_more_by: for a ratio: a difference, in the figure's unit, up to which the bar is met at any ratio.
+    """
 
     measure: Measure
     limit: float
+    or_more_by: float | None = None
 
     @classmethod
-    def ratio_at_most(cls, limit: float) -> Bar:
-        """samples / reference, no unit."""
-        return cls(Measure.RATIO, limit)
+    def ratio_at_most(cls, limit: float, or_more_by: float | None = None) -> Bar:
+        """samples / reference, no unit; or samples - reference at most ``or_more_by``: the larger of both counts."""
+        return cls(Measure.RATIO, limit, or_more_by)
 
     @classmethod
     def difference_at_most(cls, limit: float) -> Bar:
@@ -124,21 +131,29 @@ class Figure:
     def _measures_ratio(self) -> bool:
         return self.bar is not None and self.bar.measure is Measure.RATIO
 
+    def _pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.samples, self.reference_samples, strict=True))
+
     @property
     def compared(self) -> Spread:
         """What the bar is held against, from each round's pair; the ratio where there is no bar."""
         measure = self.bar.measure if self.bar is not None else Measure.RATIO
         if measure is Measure.VALUE or not self.reference_samples:
             return Spread.of(self.samples)
-        pairs = list(zip(self.samples, self.reference_samples, strict=True))
         if measure is Measure.DIFFERENCE:
-            return Spread.of([sample - reference for sample, reference in pairs])
-        return Spread.of([sample / reference if reference else math.inf for sample, reference in pairs])
+            return self._difference
+        return Spread.of([sample / reference if reference else math.inf for sample, reference in self._pairs()])
+
+    @property
+    def _difference(self) -> Spread:
+        return Spread.of([sample - reference for sample, reference in self._pairs()])
 
     @property
     def is_met(self) -> bool:
         """Whether the median keeps the bar; a figure without one is never missed."""
-        return self.bar is None or self.compared.median <= self.bar.limit
+        if self.bar is None or self.compared.median <= self.bar.limit:
+            return True
+        return self.bar.or_more_by is not None and self._difference.median <= self.bar.or_more_by
 
 
 def alternate(subjects: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
@@ -178,6 +193,8 @@ def _row(figure: Figure) -> tuple[str, ...]:
         compared = f"{measure.value} {figure.compared}" if measure is not Measure.VALUE else ""
     if figure.bar is not None:
         bar = f"{figure.bar.measure.value} at most {_short(figure.bar.limit)}"
+        if figure.bar.or_more_by is not None:
+            bar += f", or {_short(figure.bar.or_more_by)} {figure.unit} more"
         verdict = "[green]met[/green]" if figure.is_met else "[bold red]MISSED[/bold red]"
     return (figure.name, figure.unit, str(Spread.of(figure.samples)), reference, compared, bar, verdict)
 

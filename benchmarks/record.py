@@ -52,9 +52,11 @@ def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool,
 
 
 def _row(figure: Figure) -> dict[str, Any]:
-    bar = None
+    bar: dict[str, Any] | None = None
     if figure.bar is not None:
         bar = {"measure": figure.bar.measure.value, "at_most": figure.bar.limit, "met": figure.is_met}
+        if figure.bar.or_more_by is not None:
+            bar["or_more_by"] = figure.bar.or_more_by
     return {
         "name": figure.name,
         "unit": figure.unit,

@@ -10,15 +10,31 @@ import torch
 
 from sglang_fl.testing.operator_cases import MAX_POSITION, Call, cos_sin_cache
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, EXPERTS, TOP_K = 5120, 13824, 40, 8, 128, 128, 8
+EXPERTS, TOP_K = 128, 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """What of a model's shape the operators see."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+
+QWEN_0_5B = Model(896, 4864, 14, 2, 64)
+QWEN_14B = Model(5120, 13824, 40, 8, 128)
 
 
 @dataclass(frozen=True)
 class Large:
-    """The calls of a model of 5120 hidden, 13824 intermediate, 40 and 8 heads of 128, for some tokens."""
+    """The calls of a model, for some tokens."""
 
     tokens: int
     dtype: torch.dtype
+    model: Model = QWEN_14B
 
     def rows(self, width: int) -> torch.Tensor:
         """Normal numbers [tokens, width], from the CPU: the same on every device."""
@@ -26,24 +42,31 @@ class Large:
 
     def activation(self, device: torch.device) -> Call:
         """[tokens, 2 * intermediate]."""
-        return Call(SimpleNamespace(approximate="tanh"), (self.rows(2 * INTERMEDIATE).to(device),))
+        return Call(SimpleNamespace(approximate="tanh"), (self.rows(2 * self.model.intermediate).to(device),))
 
     def norm(self, device: torch.device) -> Call:
+        """[tokens, hidden]."""
+        call = self.norm_with_residual(device)
+        return Call(call.obj, call.args[:1])
+
+    def norm_with_residual(self, device: torch.device) -> Call:
         """[tokens, hidden] and a residual."""
-        weight = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(6)).to(self.dtype).to(device)
+        hidden = self.model.hidden
+        weight = torch.randn(hidden, generator=torch.Generator().manual_seed(6)).to(self.dtype).to(device)
         obj = SimpleNamespace(weight=weight, variance_epsilon=1e-6)
-        return Call(obj, (self.rows(HIDDEN).to(device), self.rows(HIDDEN).flip(1).to(device)), handed_over=(0, 1))
+        return Call(obj, (self.rows(hidden).to(device), self.rows(hidden).flip(1).to(device)), handed_over=(0, 1))
 
     def rotary(self, device: torch.device) -> Call:
         """Query and key in place, each a view of rows as wide as query, key and value together."""
-        width = HEADS + 2 * KV_HEADS
-        query, key = (self.rows(width * HEAD_SIZE).to(device).view(self.tokens, width, HEAD_SIZE) for _ in range(2))
-        cache = cos_sin_cache(HEAD_SIZE, torch.float32, device)
+        heads, kv_heads, size = self.model.heads, self.model.kv_heads, self.model.head_size
+        width = heads + 2 * kv_heads
+        query, key = (self.rows(width * size).to(device).view(self.tokens, width, size) for _ in range(2))
+        cache = cos_sin_cache(size, torch.float32, device)
         positions = (torch.arange(self.tokens) * 7 % MAX_POSITION).to(device)
-        obj = SimpleNamespace(cos_sin_cache=cache, head_size=HEAD_SIZE, rotary_dim=HEAD_SIZE, is_neox_style=True)
+        obj = SimpleNamespace(cos_sin_cache=cache, head_size=size, rotary_dim=size, is_neox_style=True)
         return Call(
             obj,
-            (query[:, :HEADS], key[:, HEADS : HEADS + KV_HEADS], *cache.chunk(2, -1), positions),
+            (query[:, :heads], key[:, heads : heads + kv_heads], *cache.chunk(2, -1), positions),
             handed_over=(0, 1),
         )
 
@@ -57,8 +80,8 @@ class Large:
 LARGE: dict[str, Callable[[Large, torch.device], Call]] = {
     "silu_and_mul": Large.activation,
     "gelu_and_mul": Large.activation,
-    "rms_norm": Large.norm,
-    "gemma_rms_norm": Large.norm,
+    "rms_norm": Large.norm_with_residual,
+    "gemma_rms_norm": Large.norm_with_residual,
     "rotary_embedding": Large.rotary,
     "topk": Large.gate,
 }

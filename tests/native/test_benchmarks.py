@@ -31,6 +31,11 @@ def figure(samples: list[float], reference: list[float], bar: Bar | None) -> Fig
         ([5, 4, 3], [], Bar.at_most(4), True),
         ([5, 4.1, 3], [], Bar.at_most(4), False),
         ([5], [1], None, True),
+        # the larger of a ratio and a difference
+        ([2.3, 2.19, 2.1], [2, 2, 2], Bar.ratio_at_most(1.05, or_more_by=0.2), True),
+        ([2.3, 2.3, 2.1], [2, 2, 2], Bar.ratio_at_most(1.05, or_more_by=0.2), False),
+        ([104, 104, 104], [100, 100, 100], Bar.ratio_at_most(1.05, or_more_by=0.2), True),
+        ([106, 106, 106], [100, 100, 100], Bar.ratio_at_most(1.05, or_more_by=0.2), False),
         # pairs, not medians: the machine was slow in two rounds, for both alike
         ([30, 300, 300], [10, 100, 310], Bar.ratio_at_most(2.0), False),
     ],
