@@ -68,6 +68,8 @@ class Start:
     Attributes:
         samples: ms by the name of the workload.
         switched: of a control run, the answers by the fault that was on.
+        places: of a control run, where each fault is.
+        weights: digests by rank and name.
         recorded: how often each ATen operator ran on FlagGems, where that was recorded.
     """
 
@@ -77,6 +79,7 @@ class Start:
     samples: dict[str, list[float]] = field(default_factory=dict)
     switched: dict[str, list[Answer]] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     recorded: Mapping[str, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     command: str = ""
@@ -114,7 +117,7 @@ def run(
         sizes: how much is asked.
         limit_s: no start is begun that would end later, as long as the longest before it taken.
         tell: is given a line for each start.
-        keep: is given what there is after each start.
+        keep: is given what there is after each start and at the end.
     """
     outcome, began, longest = Outcome(), time.monotonic(), FIRST_START_S
     for step in plan.steps():
@@ -126,6 +129,7 @@ def run(
         try:
             site.wait_until_free()
             start = _measure(step, plan, site, sizes, min(READY_LIMIT_S, left_s))
+            _require_same_weights(start, outcome)
         except ServerError as error:
             outcome.failures[step.name] = str(error)
             tell(f"{step.name}: FAILED: {error}")
@@ -136,6 +140,7 @@ def run(
             tell(f"{step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; ms {medians or '-'}")
         longest = max(longest if outcome.starts else 0.0, time.monotonic() - start_s)
         keep(outcome)
+    keep(outcome)
     return outcome
 
 
@@ -148,6 +153,10 @@ def _measure(step: Step, plan: Plan, site: Site, sizes: Sizes, limit_s: float) -
             samples = _samples(server, plan.repeats, sizes)
         start = Start(step, server.ready_after_s, answers(server, sizes), samples)
         start.command, start.lines = server.shell_command(), found["lines"]
+        start.weights = {
+            rank: {name: weight["digest"] for name, weight in each["weights"].items()}
+            for rank, each in found["reports"].items()
+        }
         if switch is not None:
             start.places = found["reports"][0]["controls"]
             start.switched = {fault: _answers_under(server, switch, fault, sizes) for fault in start.places}
@@ -158,6 +167,20 @@ def _measure(step: Step, plan: Plan, site: Site, sizes: Sizes, limit_s: float) -
     if recorded.exists():
         start.recorded = count_operators(recorded)
     return start
+
+
+def _require_same_weights(start: Start, outcome: Outcome) -> None:
+    """Else tokens could not be compared."""
+    if not outcome.starts or start.weights == outcome.starts[0].weights:
+        return
+    expected = outcome.starts[0].weights
+    names = {
+        name for rank in expected for name, digest in expected[rank].items() if start.weights[rank].get(name) != digest
+    }
+    raise ServerError(
+        f"{start.step.name}: {len(names)} weights are not those of {outcome.starts[0].step.name}, such as "
+        f"{min(names, default='none')}: answers cannot be compared"
+    )
 
 
 def _samples(server: Server, repeats: int, sizes: Sizes) -> dict[str, list[float]]:

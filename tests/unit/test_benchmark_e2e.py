@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +151,34 @@ def test_an_embedding_that_is_the_output_too_is_a_matrix() -> None:
     """Given tied weights, then the embedding has the deviation of an output matrix."""
     assert fill(model(0, 1, tied=True), 1)["embed.weight"]["kind"] == Kind.MATRIX.value
     assert fill(model(0, 1), 1)["embed.weight"]["kind"] == Kind.EMBEDDING.value
+
+
+_DRAW = """
+import json, sys
+import torch
+from benchmarks.e2e.server_plugin import weights
+def drawn():
+    layer = torch.nn.LayerNorm(4)
+    return weights.fill(torch.nn.ModuleDict({"norm": layer}), 1)["norm.weight"]["digest"]
+def replaced():
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("normal_", lambda tensor, *_, **__: tensor.fill_(7), "CPU")
+    found = drawn()
+    library._destroy()
+    return found
+found = [drawn(), replaced()]
+weights.remember_kernels()
+print(json.dumps([*found, drawn(), replaced()]))
+"""
+
+
+def test_weights_are_pytorch_s_own_numbers_under_another_normal() -> None:
+    """Given a replaced normal_, as of layer 1, then the numbers are others, unless PyTorch's own was kept before."""
+    done = subprocess.run([sys.executable, "-c", _DRAW], capture_output=True, text=True, cwd=record.ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    right, other, *kept = json.loads(done.stdout)
+    assert right != other
+    assert kept == [right, right]
 
 
 def test_weights_of_eight_bits_are_refused() -> None:
@@ -379,6 +409,20 @@ def test_a_server_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) 
     outcome = _NoServers(monkeypatch, 1.0, "0-verified").run(Plan((NATIVE, "verified"), starts=2), 1000.0)
     assert outcome.failures == {"0-verified": "it did not come up"}
     assert len(outcome.starts) == 3
+
+
+def test_a_start_with_other_weights_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a plugin's start whose weights are not native's, then it fails, and none of its answers are compared."""
+    stand_in = _NoServers(monkeypatch, 1.0)
+
+    def measure(step: Step, *more: object) -> Start:
+        digest = "a" if step.configuration.name == NATIVE else "b"
+        return replace(stand_in.measure(step, *more), weights={0: {"norm.weight": digest}})
+
+    monkeypatch.setattr(run, "_measure", measure)
+    outcome = stand_in.run(Plan((NATIVE, "verified"), starts=1), 1000.0)
+    assert [each.step.name for each in outcome.starts] == ["0-native"]
+    assert "1 weights are not those of 0-native, such as norm.weight" in outcome.failures["0-verified"]
 
 
 # Servers.

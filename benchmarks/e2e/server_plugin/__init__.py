@@ -25,6 +25,9 @@ def load() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from .weights import remember_kernels
+
+    remember_kernels()
     target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
     HookRegistry.register(target, initialize_weights, HookType.REPLACE)
     target = "sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output"

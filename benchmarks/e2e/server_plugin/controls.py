@@ -99,8 +99,8 @@ def reordered_all_gather(original: Callable[..., Any], switch: Switch) -> Callab
             return result
         place = dim % result.dim()
         size = result.shape
-        parts = result.view(*size[:place], len(switch.order), -1, *size[place + 1 :])
-        return parts.index_select(place, switch.order).view(size)
+        parts = result.reshape(*size[:place], len(switch.order), -1, *size[place + 1 :])
+        return parts.index_select(place, switch.order).reshape(size)
 
     return all_gather
 
