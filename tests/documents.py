@@ -40,7 +40,7 @@ RUNS = {
     "docs/cpu.md": Runs(run=2, starts_servers=True),
     "docs/operators.md": Runs(run=1, gpu=4),
     "docs/quick_start.md": Runs(run=10, network=3, gpu=3, starts_servers=True),
-    "docs/tools.md": Runs(run=7, network=2, gpu=1, shows_output=False),
+    "docs/tools.md": Runs(run=7, network=2, gpu=2, shows_output=False),
     "docs/troubleshooting.md": Runs(run=0, gpu=2),
 }
 # Blocks with a name above them, and the test that takes and runs them by it.
