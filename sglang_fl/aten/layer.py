@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from sglang_fl.aten import gems as flag_gems
 from sglang_fl.aten import records
 from sglang_fl.aten.plan import Plan, make_plan
 from sglang_fl.config import AtenProfile, Settings, SourceKind
+
+if TYPE_CHECKING:
+    from sglang_fl.aten.sweep.results import Table
 
 logger = logging.getLogger("sglang_fl.aten")
 
@@ -79,11 +82,21 @@ def switch_on(settings: Settings) -> Outcome:
 
 
 def is_for_graphs(settings: Settings) -> bool:
-    """Whether operators are replaced only in what a graph captures: the profile verified, and no white list.
+    """Whether operators are replaced only in what a graph captures: profile verified with a list that has no table.
 
-    There GPU time alone counts, and that is what the profile's list was measured by. Outside of a graph FlagGems'
-    launches cost three to ten times PyTorch's on the host.
+    Which calls were measured is then not known, and outside of a graph FlagGems' own launches cost three to ten times
+    PyTorch's on the host. With the platform's table see :mod:`sglang_fl.aten.planned`.
     """
+    return _is_verified(settings) and stored_table(settings) is None
+
+
+def stored_table(settings: Settings) -> Path | None:
+    """The table of the calls that were measured for the list in use; None for a list of the user's."""
+    found = STORED_TABLES.get(settings.source("aten.verified").where)
+    return found if found is not None and found.exists() else None
+
+
+def _is_verified(settings: Settings) -> bool:
     return settings.aten.whitelist is None and settings.aten.profile is AtenProfile.VERIFIED
 
 
@@ -127,7 +140,7 @@ def _off_reason(settings: Settings, platform: str | None) -> str | None:
         return "flag_gems is not installed: pip install flag-gems"
     if importlib.util.find_spec("triton") is None:
         return "flag_gems is installed, but triton, which its kernels are written in, is not"
-    if aten.whitelist is None and aten.profile is AtenProfile.VERIFIED and not aten.verified:
+    if _is_verified(settings) and not aten.verified:
         return f"profile verified, and no operator has been verified on this platform; {_OFF_SWITCHES}"
     return None
 
@@ -138,7 +151,8 @@ def _intention(settings: Settings) -> str:
         return f"white list of {len(aten.whitelist)} names"
     if aten.profile is AtenProfile.FULL:
         return "profile full"
-    return f"profile verified of {len(aten.verified)} names, inside CUDA graphs"
+    where = ", inside CUDA graphs" if is_for_graphs(settings) else ", for the calls that were measured"
+    return f"profile verified of {len(aten.verified)} names{where}"
 
 
 def _off(settings: Settings, reason: str, *more: str) -> Outcome:
@@ -151,7 +165,6 @@ def _off(settings: Settings, reason: str, *more: str) -> Outcome:
 
 
 def _switch_on(settings: Settings) -> Outcome:
-    global _in_graphs
     try:
         gems = flag_gems.load()
     except flag_gems.GemsError as error:
@@ -165,6 +178,15 @@ def _switch_on(settings: Settings) -> Outcome:
         raise AtenError(" ".join(f"sglang_fl: {text}" for text in plan.unknown))
     if not plan.names:
         return _off(settings, f"{plan.chosen_by} leaves no operator to replace", *plan.unknown)
+    table_file = stored_table(settings) if _is_verified(settings) else None
+    if table_file is not None:
+        return _replace_measured(settings, gems, plan, table_file)
+    return _replace_all(settings, gems, plan)
+
+
+def _replace_all(settings: Settings, gems: flag_gems.Gems, plan: Plan) -> Outcome:
+    """Put FlagGems' functions in the operators' place as FlagGems does, for good or for graphs."""
+    global _in_graphs
     try:
         done, failed = _register(gems, plan)
     except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
@@ -177,6 +199,56 @@ def _switch_on(settings: Settings) -> Outcome:
         _in_graphs = gems, plan
     more = [*plan.unknown, *failed, *_start_records(settings, gems)]
     return Outcome(True, _report(settings, gems, plan, done), tuple(more))
+
+
+def _replace_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, table_file: Path) -> Outcome:
+    """Replace the measured calls of the table's operators."""
+    global _library
+    from sglang_fl.aten import launches, planned
+    from sglang_fl.aten.sweep.results import Table
+
+    problem = launches.is_supported()
+    if problem:
+        return _off(settings, f"profile verified keeps FlagGems' launches, and {problem}", *plan.unknown)
+    table = Table.read(table_file)
+    library = _library = _CountingLibrary()
+    try:
+        # One rank's choice must not tell it apart from the others.
+        planned.register(
+            library, gems, plan.names, table.forms(), exact_only=_world_size() > 1, keeps_plans=not settings.aten.record
+        )
+    except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
+        _take_back()
+        return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
+    if not library.done:
+        _take_back()
+        return _off(settings, f"no form of {', '.join(plan.names)} was measured", *plan.unknown)
+    more = [*plan.unknown, *_start_records(settings, gems)]
+    return Outcome(True, _report_planned(settings, gems, plan, table, library.done), tuple(more))
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _report_planned(settings: Settings, gems: flag_gems.Gems, plan: Plan, table: Table, done: list[str]) -> str:
+    mine, recorded = table.call_share()
+    origin = table.origin
+    called = [name for name in table.called() if name in plan.names]
+    parts = [
+        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
+        f"({len(done)} ATen overloads) for the calls that were measured to be right and not slower, {mine} of "
+        f"{recorded} device calls of {origin['model']} that FlagGems has kernels for; called there: {', '.join(called)}"
+    ]
+    if origin["flag_gems"] != gems.version:
+        parts.append(f"measured with FlagGems {origin['flag_gems']}, which this is not")
+    if _world_size() > 1:
+        parts.append("with more than one rank only where values are PyTorch's bit for bit")
+    if plan.left_out:
+        parts.append(f"left to PyTorch: {', '.join(plan.left_out)}")
+    parts.append(", ".join(plan.names))
+    return "; ".join(parts)
 
 
 class _CountingLibrary(torch.library.Library):
@@ -236,7 +308,6 @@ def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str
     parts = [
         f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
         f"({len(done)} ATen overloads){' inside CUDA graphs' if is_for_graphs(settings) else ''}"
-        f"{_measured(settings, gems)}"
     ]
     if plan.left_out:
         shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")
@@ -247,20 +318,3 @@ def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str
     if not plan.is_everything:
         parts.append(", ".join(plan.names))
     return "; ".join(parts)
-
-
-def _measured(settings: Settings, gems: flag_gems.Gems) -> str:
-    """What the platform's stored table says of profile verified."""
-    table_file = STORED_TABLES.get(settings.source("aten.verified").where)
-    aten = settings.aten
-    if table_file is None or not table_file.exists() or aten.whitelist is not None or aten.profile is AtenProfile.FULL:
-        return ""
-    from sglang_fl.aten.sweep.results import Table
-
-    table = Table.read(table_file)
-    mine, recorded = table.call_share()
-    origin = table.origin
-    text = f", {mine} of {recorded} device calls of {origin['model']} that FlagGems has kernels for"
-    if origin["flag_gems"] != gems.version:
-        text += f"; verified with FlagGems {origin['flag_gems']}, which this is not"
-    return text

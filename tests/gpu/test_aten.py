@@ -134,3 +134,115 @@ def test_replaced_operators_give_the_same_values_also_in_a_graph_and_are_recorde
     names = [line.split()[1].rpartition(".")[0] for line in path.read_text().splitlines()]
     assert {"flag_gems.ops.cumsum", "flag_gems.ops.embedding"} <= set(names)
     assert len(names) == len(set(names))
+
+
+_PLANNED = """
+import json
+import torch
+from sglang_fl.aten import layer, planned
+from sglang_fl.aten.gems import load
+from sglang_fl.aten.sweep.cases import read_cases
+from sglang_fl.aten.sweep.forms import form_of_text
+from sglang_fl.aten.sweep.inputs import Call
+from sglang_fl.aten.sweep.results import Table
+from sglang_fl.cli.aten_sweep import HOST_SHAPES, PROBES, SHAPES
+from sglang_fl.config import load_settings
+torch.cuda.set_device(0)
+device = torch.device("cuda", 0)
+settings = load_settings({}, "cuda")
+table = Table.read(layer.stored_table(settings))
+gems, forms = load(), table.forms()
+library = layer._CountingLibrary()
+names = settings.aten.verified
+operators = {}
+wrong, unplanned, planned_calls = [], [], 0
+with torch.inference_mode():
+    calls = [
+        call
+        for file in (SHAPES, HOST_SHAPES, PROBES)
+        for case in read_cases(file).cases
+        if any(entry.key == case.operator and entry.name in names for entry in gems.entries)
+        and '"cpu"' not in case.key
+        for call in [Call(case, device)]
+    ]
+    own = [call.run() for call in calls]
+    made = planned.register(library, gems, names, forms, exact_only=False, keeps_plans=True)
+    operators = {operator.operator: operator for operator in made}
+    for call, right in zip(calls, own):
+        operator = operators.get(call.case.operator)
+        before = operator.plans() if operator else 0
+        results = [call.run() for _ in range(4)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call.run()
+        graph.replay()
+        torch.cuda.synchronize()
+        taken = operator is not None and forms.take(form_of_text(call.case.describe()))
+        planned_calls += taken
+        if taken and operator.plans() == before:
+            unplanned.append(call.case.describe())
+        for result in [*results, captured]:
+            for one, other in zip(right, result, strict=True):
+                close = torch.allclose(one.double(), other.double(), rtol=2e-2, atol=1e-4, equal_nan=True)
+                if one.shape != other.shape or one.stride() != other.stride() or one.dtype != other.dtype or not close:
+                    wrong.append(call.case.describe())
+print(json.dumps({"wrong": sorted(set(wrong)), "unplanned": sorted(set(unplanned)), "calls": planned_calls}))
+"""
+
+
+def test_measured_calls_go_to_kept_launches_and_stay_right(tmp_path: Path) -> None:
+    """Given every recorded call of the verified operators, when made again and again, eagerly and in a graph, then the
+    measured ones go to FlagGems by launches that are kept, and values, shapes and strides are PyTorch's."""
+    command = [sys.executable, "-c", _PLANNED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not found["wrong"]
+    assert not found["unplanned"], done.stderr
+    assert found["calls"] > 40
+
+
+_ALIASES = """
+import json
+import torch
+from sglang_fl.aten import layer
+from sglang_fl.config import load_settings
+torch.cuda.set_device(0)
+outcome = layer.switch_on(load_settings({}, "cuda"))
+assert outcome.is_on, outcome
+right = []
+with torch.inference_mode():
+    for round in range(6):
+        base = torch.arange(64, device="cuda", dtype=torch.int64)
+        x, y = base[:32], torch.full((32,), 7, device="cuda", dtype=torch.int64)
+        # The same tensor twice, views of one memory, other memory: one key, other addresses.
+        same, views, apart = torch.add(base, base), torch.add(x, base[32:]), torch.add(x, y)
+        right += [torch.equal(same, torch.arange(64, device="cuda") * 2)]
+        right += [torch.equal(views, torch.arange(0, 32, device="cuda") * 2 + 32)]
+        right += [torch.equal(apart, torch.arange(0, 32, device="cuda") + 7)]
+        x.add_(1)
+        right += [x[0].item() == 1 and base[31].item() == 32 and base[32].item() == 32]
+        total = torch.ones(32, device="cuda", dtype=torch.int32)
+        total += 1
+        right += [total.sum().item() == 64]
+        # Another stream than the one on which the launches were noted.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            counted = torch.cumsum(torch.ones(8, device="cuda", dtype=torch.int32), 0)
+        torch.cuda.current_stream().wait_stream(side)
+        right += [counted.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]]
+        right += [torch.cumsum(torch.ones(0, device="cuda", dtype=torch.int32), 0).numel() == 0]
+print(json.dumps(right))
+"""
+
+
+def test_kept_launches_follow_the_tensors_of_each_call(tmp_path: Path) -> None:
+    """Given calls of one form with the same, overlapping and other memory, on two streams, when made six times each,
+    then each is right: what was noted holds no address of the call that it was noted on."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ALIASES], capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    right = json.loads(done.stdout.splitlines()[-1])
+    assert all(right), right

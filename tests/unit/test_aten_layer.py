@@ -188,6 +188,30 @@ class TestSwitchOn:
         for outside in ("owners", "afterwards"):
             assert not any(is_flag_gems(owner) for owner in found[outside].values())
 
+    def test_the_platforms_list_is_replaced_for_its_measured_calls(self) -> None:
+        """Given NVIDIA's own list, when switched on, then its operators have ways of ours, in graphs and outside, and
+        the report has the share of calls; an operator that was wrong keeps PyTorch's."""
+        script = _PRETEND + _SWITCH.replace("load_settings()", "load_settings({}, 'cuda')")
+        found = answer(run(script, "cumsum", "embedding", "add_.Tensor", "index.Tensor", "copy_"))
+        assert found["is_on"], found["reason"]
+        assert "profile verified (nvidia.yaml) replaces" in found["reason"]
+        assert "for the calls that were measured" in found["reason"]
+        assert "called there: add_, cumsum, embedding" in found["reason"]
+        assert not found["warnings"]
+        for when in ("owners", "in_graphs", "afterwards"):
+            replaced = {name for name, owner in found[when].items() if is_flag_gems(owner)}
+            assert replaced == {"cumsum", "embedding", "add_.Tensor"}
+
+    def test_a_triton_that_launches_otherwise_turns_the_profile_off(self) -> None:
+        """Given a Triton without the launcher that is watched, when switched on, then the reason says so."""
+        change = "import triton.compiler.compiler as c\ndel c.CompiledKernel.run\n"
+        found = answer(
+            run(_PRETEND + change + _SWITCH.replace("load_settings()", "load_settings({}, 'cuda')"), "cumsum")
+        )
+        assert not found["is_on"]
+        assert "launches its kernels another way" in found["reason"]
+        assert not is_flag_gems(found["owners"]["cumsum"])
+
     def test_a_white_list_replaces_everywhere(self) -> None:
         """Given a white list, when switched on, then its operators are FlagGems' in graphs, before and after them."""
         found = answer(run(_PRETEND + _SWITCH, "cumsum", "mm", SGLANG_FL_FLAGOS_WHITELIST="cumsum"))
@@ -213,12 +237,12 @@ class TestSwitchOn:
         assert "ValueError: no more" in done.stderr
 
     def test_the_hooks_fit_sglang(self) -> None:
-        """Given either kind of profile, then the hooks' targets exist, and only verified has one around the capture."""
+        """Given each profile, then the hooks' targets exist; only verified without a table has one at the capture."""
         from sglang_fl.sglang_hooks import aten
         from sglang_fl.sglang_hooks.registration import misfits
 
-        for profile, count in (("verified", 2), ("full", 1)):
-            found = aten.hooks(load_settings({"SGLANG_FL_FLAGOS_PROFILE": profile}), print)
+        for profile, platform, count in (("verified", None, 2), ("verified", "cuda", 1), ("full", None, 1)):
+            found = aten.hooks(load_settings({"SGLANG_FL_FLAGOS_PROFILE": profile}, platform), print)
             assert not misfits(found)
             assert len(found) == count
 

@@ -7,11 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from sglang_fl.aten.sweep.cases import EMPTY_INSTALL, PROBE, Case, merge_origins
 from sglang_fl.aten.sweep.errors import Errors
+from sglang_fl.aten.sweep.forms import Forms, Measured, form_of_text
 from sglang_fl.aten.sweep.timing import NOT_TIMED, Times
 
 # An operator is left to PyTorch if on any recorded shape its GPU time is more than so many times PyTorch's.
@@ -19,6 +21,9 @@ ALLOWED_RATIO = 1.02
 NOT_REACHED = "not measured: the time limit was reached"
 # Beyond so many times the allowed error a value is wrong, not rounded otherwise: profile full leaves it out as well.
 WRONG_FACTOR = 100.0
+# Profile verified replaces an operator if its measured forms hold so much of the operator's recorded calls: each other
+# call pays for being looked at and handed back.
+LEAST_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,20 @@ class Result:
             return False
         return bool(self.failure) or self.gems_error > WRONG_FACTOR * self.allowed_error
 
+    def is_right(self) -> bool:
+        """Whether FlagGems' values are within twice PyTorch's own error, of the same dtype and layout."""
+        return not self.failure and not self.differs and self.gems_error <= self.allowed_error
+
+    def is_slower(self) -> bool | None:
+        """Whether the GPU time is over the allowed ratio; None where it was not taken."""
+        timed = not self.failure and self.how != NOT_TIMED
+        return not self.ratio <= ALLOWED_RATIO if timed else None
+
+    def measured(self) -> Measured:
+        """What this says of its form."""
+        is_exact = self.is_right() and self.gems_error == self.torch_error == 0.0
+        return Measured(self.call, self.is_right(), is_exact, self.is_slower())
+
     def verdict(self) -> str:
         """Why this case excludes its operator, or an empty text."""
         if self.own_failure:
@@ -100,11 +119,11 @@ class Result:
             return self.failure
         if self.differs:
             return self.differs
-        if not self.gems_error <= self.allowed_error:
+        if not self.is_right():
             return (
                 f"error {self.gems_error:.3g}, PyTorch's own {self.torch_error:.3g}, allowed {self.allowed_error:.3g}"
             )
-        if self.how != NOT_TIMED and not self.ratio <= ALLOWED_RATIO:
+        if self.is_slower():
             return f"GPU time {self.ratio:.3f} x PyTorch's"
         return ""
 
@@ -149,10 +168,35 @@ class Table:
         return cls(merge_origins([table.origin for table in tables]), sort_results(rows.values()))
 
     def verified(self) -> list[str]:
-        """FlagGems' names of the operators that no case excludes, sorted: what profile verified replaces."""
-        excluded = self.excluded()
-        measured = {result.function for result in self.results if not result.own_failure and result.how != NOT_TIMED}
-        return sorted(measured - excluded.keys())
+        """FlagGems' names of the operators that profile verified replaces, sorted: of whose recorded calls
+        :data:`LEAST_SHARE` are of forms that are right and not slower, and that are wrong nowhere but on empty calls.
+        """
+        return sorted(self._taken)
+
+    def forms(self) -> Forms:
+        """What the table says of the calls of the operators in :meth:`verified`."""
+        return self._forms
+
+    @cached_property
+    def _forms(self) -> Forms:
+        broken = {result.function for result in self.results if result.is_wrong() and not _is_empty(result)}
+        usable = [result for result in self.results if result.function not in broken and not result.own_failure]
+        return Forms(result.measured() for result in usable)
+
+    @cached_property
+    def _taken(self) -> dict[str, int]:
+        """FlagGems' name of each verified operator to its recorded calls that FlagGems takes."""
+        taken: Counter[str] = Counter()
+        recorded: Counter[str] = Counter()
+        recorded_here = {result.function for result in self.results if _own_calls(result)}
+        for result in self.results:
+            # An operator that only the empty install calls is judged by that.
+            counts = _own_calls(result) if result.function in recorded_here else result.calls
+            if result.own_failure or result.how == NOT_TIMED or _is_empty(result):
+                continue
+            recorded[result.function] += counts
+            taken[result.function] += counts if self._forms.take(form_of_text(result.call)) else 0
+        return {name: count for name, count in taken.items() if count and count >= LEAST_SHARE * recorded[name]}
 
     def wrong(self) -> list[str]:
         """FlagGems' names of the operators that are wrong on some case, sorted: what profile full leaves out."""
@@ -168,15 +212,19 @@ class Table:
         return found
 
     def call_share(self) -> tuple[int, int]:
-        """Recorded calls that the verified operators take, and all recorded calls that FlagGems has a kernel for.
+        """Recorded calls that FlagGems takes, and all recorded calls that FlagGems has a kernel for.
 
         Those of the platform's own recording, where the table holds one.
         """
-        verified = set(self.verified())
         own = [_own_calls(result) for result in self.results]
         calls = own if any(own) else [result.calls for result in self.results]
-        mine = sum(count for result, count in zip(self.results, calls, strict=True) if result.function in verified)
-        return mine, sum(calls)
+        recorded_here = {result.function for result, count in zip(self.results, own, strict=True) if count}
+        functions = recorded_here if any(own) else set(self._taken)
+        return sum(count for name, count in self._taken.items() if name in functions), sum(calls)
+
+    def called(self) -> list[str]:
+        """The operators of :meth:`verified` that the platform's own recording calls, sorted."""
+        return sorted(set(self._taken) & {result.function for result in self.results if _own_calls(result)})
 
 
 COLUMNS = [column.name for column in fields(Result)]
@@ -204,6 +252,10 @@ def _words(phases: Mapping[str, int]) -> str:
 
 def _own_calls(result: Result) -> int:
     return sum(count for phase, count in result.counts().items() if not phase.startswith((EMPTY_INSTALL, PROBE)))
+
+
+def _is_empty(result: Result) -> bool:
+    return form_of_text(result.call).has_empty
 
 
 def _cell(value: Any) -> str:

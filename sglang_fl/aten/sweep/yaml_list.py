@@ -11,7 +11,7 @@ from sglang_fl.aten.sweep.results import Table
 GOOD, WRONG = "flagos_verified", "flagos_wrong"
 _WIDTH = 110
 _MEANING = {
-    GOOD: "What profile verified replaces: found right and not slower",
+    GOOD: "What profile verified replaces, for the calls that were measured: found right and not slower",
     WRONG: "What profile full leaves to PyTorch: seen to fail or to give wrong values",
 }
 
