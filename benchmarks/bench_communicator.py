@@ -32,7 +32,7 @@ from sglang_fl.comm.backends.flagcx import DataType, FlagCXOperation, ReduceOp
 from sglang_fl.comm.backends.flagcx.transport import FlagCXTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.discovery import discover_backends
-from sglang_fl.comm.sizes import ANY_SIZE, Finder, Table
+from sglang_fl.comm.route_table import ANY_SIZE, Finder, Table
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import load_settings
 from sglang_fl.selection import Policy

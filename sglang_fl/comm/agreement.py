@@ -145,9 +145,7 @@ class _View:
 
 
 def _local_view(context: GroupContext, backends: Mapping[str, Backend], policy: Policy) -> _View:
-    candidates = {backend.name: _candidate(backend) for backend in backends.values()}
-
-    named = {token: _named_by(token, candidates.values()) for token in policy.tokens(ITEM)}
+    named = {token: _named_by(token, backends.values()) for token in policy.tokens(ITEM)}
     reasons = {name: local_refusal(context, backends[name], policy) for names in named.values() for name in names}
     failures = {source: text.splitlines()[0] for source, text in discover_backends().failures.items()}
     return _View(policy.strict, named, reasons, failures)
@@ -169,7 +167,8 @@ def _candidate(backend: Backend) -> Candidate:
     return Candidate(backend.name, backend.kind, Availability.yes, vendor=backend.vendor)
 
 
-def _named_by(token: str, candidates: Iterable[Candidate]) -> tuple[str, ...]:
+def _named_by(token: str, backends: Iterable[Backend]) -> tuple[str, ...]:
+    candidates = [_candidate(backend) for backend in backends if token == backend.name or not backend.is_route_only]
     try:
         selection = select(ITEM, candidates, Policy(per_item={ITEM: (token,)}))
     except SelectionError:

@@ -35,6 +35,7 @@ class RecordedTransport(Transport):
         self.name = inner.name
         self.capabilities = inner.capabilities
         self.extra_bytes = inner.extra_bytes
+        self.registrar = inner.registrar
         self._context = context
         self._ring = self._new_ring(f"{context.name} {inner.name}", context.ranks, inner.interrupt)
         self._directions: dict[tuple[int, int], CallRing] = {}

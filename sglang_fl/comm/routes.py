@@ -18,6 +18,7 @@ class RoutedTransport(Transport):
         self.name = primary.name
         self._transports = (primary, fallback)
         self.extra_bytes = primary.extra_bytes
+        self.registrar = primary.registrar
         offered = primary.capabilities.operations
         self.carriers = {op: (primary if op in offered else fallback) for op in Operation}
         self.capabilities = Capabilities(

@@ -3,74 +3,23 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, local_refusal
-from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.recorder import Recorder
+from sglang_fl.comm.registered import STAGING_OPTION, RegisteredMemory, Registrar
+from sglang_fl.comm.route_table import NATIVE, Table, dtypes_of, table_of
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
-from sglang_fl.config import CaptureRule, CommMode, CommRouteOrder, CommSettings, closest
+from sglang_fl.config import CommMode, CommRoute, CommRouteOrder, CommSettings, MemoryRule, closest
 from sglang_fl.selection import Policy
 
-NATIVE = "native"
-_REDUCTIONS = frozenset({Operation.ALL_REDUCE, Operation.REDUCE_SCATTER})
-ANY_SIZE = sys.maxsize
 logger = logging.getLogger(__name__)
-
-# For one dtype: (largest size in bytes, transport), in the order in which they are tried; the last takes any size.
-Entries = tuple[tuple[int, Transport], ...]
-Finder = Callable[[torch.Tensor], Transport]
-
-
-@dataclass(frozen=True)
-class Table:
-    """The routes of one operation: by dtype, outside of a graph's capture and inside; ``other`` for other dtypes."""
-
-    other: Transport
-    eager: Mapping[torch.dtype, Entries] = field(default_factory=dict)
-    graph: Mapping[torch.dtype, Entries] = field(default_factory=dict)
-
-    def finder(self, is_capturing: Callable[[], bool]) -> Finder:
-        """The look-up of a call's transport by the larger one of its tensors: a dictionary get, then comparisons."""
-        eager = _finder(self.eager, self.other)
-        if self.eager == self.graph:
-            return eager
-        graph = _finder(self.graph, self.other)
-
-        def find(tensor: torch.Tensor) -> Transport:
-            return graph(tensor) if is_capturing() else eager(tensor)
-
-        return find
-
-
-def _finder(by_dtype: Mapping[torch.dtype, Entries], other: Transport) -> Finder:
-    # Each entry holds the next one, so that the first comparison mostly ends the search.
-    chained = {dtype: _chained(entries) for dtype, entries in by_dtype.items()}
-    get = chained.get
-    unrouted = _chained(((ANY_SIZE, other),))
-
-    def find(tensor: torch.Tensor) -> Transport:
-        limit, transport, following = get(tensor.dtype, unrouted)
-        size = tensor.nbytes
-        while size > limit:
-            limit, transport, following = following
-        found: Transport = transport
-        return found
-
-    return find
-
-
-def _chained(entries: Entries) -> Any:
-    chain: Any = None
-    for limit, transport in reversed(entries):
-        chain = (limit, transport, chain)
-    return chain
 
 
 class SizedTransport(Transport):
@@ -82,8 +31,13 @@ class SizedTransport(Transport):
         others: Sequence[Transport],
         tables: Mapping[Operation, Table],
         is_capturing: Callable[[], bool],
+        more: Routes | None = None,
     ) -> None:
+        """``more``: makes the routes that only registered memory takes, once somebody wants some."""
         self.name = base.name
+        self.memory: RegisteredMemory | None = None
+        self._more = more
+        self._is_capturing = is_capturing
         self.capabilities: Capabilities = base.capabilities
         self._base = base
         self._transports = (base, *others)
@@ -96,6 +50,24 @@ class SizedTransport(Transport):
         for operation in Operation:
             if operation not in tables:
                 setattr(self, operation.value, getattr(base, operation.value))
+
+    def with_memory(self) -> RegisteredMemory:
+        """The group's registered memory, with the routes that it takes. All ranks must call it the first time.
+
+        Raises:
+            CommError: no transport makes any; AgreementError: as :func:`add_routes`.
+        """
+        if self.memory is None:
+            if self._more is None:
+                raise CommError(f"{self.name}: this group was made without routes")
+            memory = self._more.make_memory()
+            base, others, tables = self._more.parts()
+            self._transports = (base, *others)
+            self.extra_bytes = sum(transport.extra_bytes for transport in self._transports)
+            if Operation.ALL_REDUCE in tables:
+                self._of_all_reduce = tables[Operation.ALL_REDUCE].finder(self._is_capturing, memory)
+            self.memory = memory
+        return self.memory
 
     def names(self) -> list[str]:
         """Of all that may carry a call, the group's backend first."""
@@ -151,8 +123,36 @@ class SizedTransport(Transport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
+        if self.memory is not None:
+            self.memory.close()
         for transport in self._transports:
             transport.close()
+
+
+class _HasTransport(Protocol):
+    """A communicator: what of it :func:`registered_memory` looks at."""
+
+    name: str
+    agreed: Agreed
+
+
+def registered_memory(communicator: _HasTransport) -> RegisteredMemory:
+    """The registered memory of a communicator in mode fastest.
+
+    All ranks of the group must call it, outside of a capture: the first time it makes the routes that only registered
+    memory takes.
+
+    Raises:
+        CommError: the communicator has no routes, or none of them makes registered memory.
+        AgreementError: a rank did not arrive, or a route cannot be used and the policy is strict.
+    """
+    transport = communicator.agreed.transport
+    if not isinstance(transport, SizedTransport):
+        raise CommError(
+            f"group {communicator.name}: registered memory belongs to routes. Set SGLANG_FL_COMM_MODE=fastest and "
+            f"a route that makes some, such as SGLANG_FL_COMM_ROUTES='all_reduce=symm_two_shot@registered'."
+        )
+    return transport.with_memory()
 
 
 def settings_to_agree_on(settings: CommSettings) -> dict[str, str]:
@@ -190,54 +190,121 @@ def add_routes(
         AgreementError: no rank has a route's backend, or a route cannot be used and the policy is strict.
     """
     assert agreed.transport is not None
-    named = dict.fromkeys(route.backend for order in orders for route in order.routes)
-    wanted = [name for name in named if name != agreed.backend.name]
-    views = context.exchange(
-        "announce routes", {name: _refusal(name, context, backends, policy, native) for name in wanted}
-    )
-    _require_known(context, wanted, views, backends)
-    transports: dict[str, Transport] = {agreed.backend.name: agreed.transport}
-    notes = []
-    for name in wanted:
-        reason = first_refusal(context, [view[name] for view in views])
-        transport = None
-        if reason is None:
-            if name == NATIVE and native is not None:
-                transport, reason = recorded(context, native), ""
-            else:
-                transport, reason = create_everywhere(context, backends[name])
-        if transport is None:
-            notes.append(f"route {name} left out: {reason}")
-            continue
-        transport.restrict_to_common(context, f"compare what {name} offers")
-        transports[name] = transport
-    notes += _idle(orders, transports)
-    if notes and policy.strict:
-        raise AgreementError(
-            f"group {context.name}: {'; '.join(notes)}. Strict mode allows no route to be left out: mend what the "
-            f"reason names, or change SGLANG_FL_COMM_ROUTES."
-        )
-    if wrap is not None:
-        transports = {name: wrap(transport) for name, transport in transports.items()}
-    base = transports[agreed.backend.name]
-    tables = {Operation(order.op): _table(order, transports, base) for order in orders}
-    others = [transport for transport in transports.values() if transport is not base]
-    routed = SizedTransport(base, others, tables, _capture_probe(context.device))
-    kept = [_describe(order, transports, agreed.backend.name) for order in orders]
-    return replace(agreed, transport=routed), (*kept, *notes)
+    routes = Routes(context, orders, backends, policy, native, wrap, agreed.backend.name)
+    routes.put(agreed.backend.name, agreed.transport)
+    now = [name for name in routes.named if _takes_ordinary(name, orders)]
+    notes = routes.add(now, is_first=True)
+    base, others, tables = routes.parts()
+    routed = SizedTransport(base, others, tables, _capture_probe(context.device), routes)
+    return replace(agreed, transport=routed), (*routes.in_words(), *notes)
+
+
+@dataclass
+class Routes:
+    """How the routes of one group are made: those for ordinary memory at once, the others when they are wanted.
+
+    The fields are the arguments of :func:`add_routes`; ``base`` is the name of the group's backend.
+    """
+
+    context: GroupContext
+    orders: Sequence[CommRouteOrder]
+    backends: Mapping[str, Backend]
+    policy: Policy
+    native: Transport | None
+    wrap: Callable[[Transport], Transport] | None
+    base: str
+    _carriers: dict[str, Transport] = field(default_factory=dict)
+    _registrars: list[Registrar] = field(default_factory=list)
+
+    @property
+    def named(self) -> list[str]:
+        """Every backend of the routes but the group's own."""
+        names = dict.fromkeys(route.backend for order in self.orders for route in order.routes)
+        return [name for name in names if name != self.base]
+
+    def put(self, name: str, transport: Transport) -> None:
+        """Let ``transport`` carry what its routes say."""
+        if transport.registrar is not None:
+            self._registrars.append(transport.registrar)
+        self._carriers[name] = transport if self.wrap is None else self.wrap(transport)
+
+    def add(self, names: Sequence[str], is_first: bool) -> list[str]:
+        """Create the transports of ``names``; why some are left out. All ranks must call it.
+
+        The first time it also looks whether the names of all routes are known.
+
+        Raises:
+            AgreementError: no rank has one of them, or one is left out and the policy is strict.
+        """
+        context = self.context
+        asked = self.named if is_first else list(names)
+        views = context.exchange("announce routes", {name: self._refusal(name) for name in asked})
+        _require_known(context, asked, views, self.backends)
+        notes = []
+        for name in names:
+            reason = first_refusal(context, [view[name] for view in views])
+            transport = None
+            if reason is None:
+                if name == NATIVE and self.native is not None:
+                    transport, reason = recorded(context, self.native), ""
+                else:
+                    with_staging = _with_staging(context, name, self.orders)
+                    transport, reason = create_everywhere(with_staging, self.backends[name])
+            if transport is None:
+                notes.append(f"route {name} left out: {reason}")
+                continue
+            transport.restrict_to_common(context, f"compare what {name} offers")
+            self.put(name, transport)
+        added = {name: each for name, each in self._carriers.items() if is_first or name in names}
+        notes += _idle(self.orders, added)
+        if notes and self.policy.strict:
+            raise AgreementError(
+                f"group {context.name}: {'; '.join(notes)}. Strict mode allows no route to be left out: mend what the "
+                f"reason names, or change SGLANG_FL_COMM_ROUTES."
+            )
+        return notes
+
+    def make_memory(self) -> RegisteredMemory:
+        """The group's registered memory, and the transports of the routes that only it takes. All ranks must call it.
+
+        Raises:
+            CommError: no transport makes any; with what was left out.
+            AgreementError: as :meth:`add`.
+        """
+        self.context = replace(self.context, creation_ends_s=None).begun()
+        later = [name for name in self.named if not _takes_ordinary(name, self.orders)]
+        notes = self.add(later, is_first=False)
+        # First those that make the blocks for all, since they can take no others.
+        registrars = sorted(self._registrars, key=lambda registrar: not registrar.needs_own_blocks)
+        if not any(registrar.makes_blocks for registrar in registrars):
+            reasons = "".join(f"; {note}" for note in notes)
+            raise CommError(
+                f"group {self.context.name}: none of its routes makes registered memory{reasons}. Give it one that "
+                f"does, such as SGLANG_FL_COMM_ROUTES='all_reduce=symm_two_shot@registered'."
+            )
+        if notes and self.context.rank == 0:
+            logger.warning("group %s: %s", self.context.name, "; ".join(notes))
+        return RegisteredMemory(self.context, registrars)
+
+    def parts(self) -> tuple[Transport, list[Transport], dict[Operation, Table]]:
+        """The group's transport, the others, and the tables over all of them."""
+        base = self._carriers[self.base]
+        others = [transport for transport in self._carriers.values() if transport is not base]
+        return base, others, {Operation(order.op): table_of(order, self._carriers, base) for order in self.orders}
+
+    def in_words(self) -> list[str]:
+        """What each operation's routes are, also those that are made later."""
+        return [_describe(order, self._carriers, self.base) for order in self.orders]
+
+    def _refusal(self, name: str) -> str:
+        if name == NATIVE:
+            return "" if self.native is not None else "there are no methods of SGLang's own here"
+        if name not in self.backends:
+            return _UNKNOWN
+        return local_refusal(self.context, self.backends[name], self.policy)
 
 
 _UNKNOWN = "no such backend is installed"
-
-
-def _refusal(
-    name: str, context: GroupContext, backends: Mapping[str, Backend], policy: Policy, native: Transport | None
-) -> str:
-    if name == NATIVE:
-        return "" if native is not None else "there are no methods of SGLang's own here"
-    if name not in backends:
-        return _UNKNOWN
-    return local_refusal(context, backends[name], policy)
 
 
 def _require_known(
@@ -261,43 +328,37 @@ def _idle(orders: Sequence[CommRouteOrder], transports: Mapping[str, Transport])
     for order in orders:
         for name in dict.fromkeys(route.backend for route in order.routes if route.backend in transports):
             capabilities = transports[name].capabilities
-            if Operation(order.op) not in capabilities.operations or not _dtypes(capabilities, order.op):
+            if Operation(order.op) not in capabilities.operations or not dtypes_of(capabilities, order.op):
                 notes.append(f"route {name} of {order.op} left out: not every rank's {name} offers it")
     return notes
 
 
-def _dtypes(capabilities: Capabilities, op: str) -> frozenset[torch.dtype]:
-    return capabilities.reducible if Operation(op) in _REDUCTIONS else capabilities.movable
+def _with_staging(context: GroupContext, name: str, orders: Sequence[CommRouteOrder]) -> GroupContext:
+    """The context for the backend of a route, told what its calls on ordinary memory have at most."""
+    limits = [route.max_bytes for route in _routes_of(name, orders) if route.memory is not MemoryRule.REGISTERED]
+    if None in limits:
+        return context
+    most = max((limit for limit in limits if limit is not None), default=0)
+    return replace(context, options={**context.options, STAGING_OPTION: str(most)})
 
 
-def _table(order: CommRouteOrder, transports: Mapping[str, Transport], base: Transport) -> Table:
-    def entries(dtype: torch.dtype, forbidden: CaptureRule) -> Entries:
-        found = []
-        for route in order.routes:
-            transport = transports.get(route.backend)
-            if transport is None or route.when is forbidden or not _carries(transport, order.op, dtype):
-                continue
-            found.append((ANY_SIZE if route.max_bytes is None else route.max_bytes, transport))
-        return (*found, (ANY_SIZE, base))
-
-    dtypes = _dtypes(base.capabilities, order.op)
-    eager = {dtype: entries(dtype, CaptureRule.GRAPH) for dtype in dtypes}
-    graph = {dtype: entries(dtype, CaptureRule.EAGER) for dtype in dtypes}
-    return Table(base, eager, graph)
+def _takes_ordinary(name: str, orders: Sequence[CommRouteOrder]) -> bool:
+    return any(route.memory is not MemoryRule.REGISTERED for route in _routes_of(name, orders))
 
 
-def _carries(transport: Transport, op: str, dtype: torch.dtype) -> bool:
-    capabilities = transport.capabilities
-    return Operation(op) in capabilities.operations and dtype in _dtypes(capabilities, op)
+def _routes_of(name: str, orders: Sequence[CommRouteOrder]) -> list[CommRoute]:
+    return [route for order in orders for route in order.routes if route.backend == name]
 
 
 def _describe(order: CommRouteOrder, transports: Mapping[str, Transport], base: str) -> str:
-    kept = [
-        str(route)
-        for route in order.routes
-        if route.backend in transports and Operation(order.op) in transports[route.backend].capabilities.operations
-    ]
+    kept = [str(route) for route in order.routes if _is_kept(route, order.op, transports)]
     return f"{order.op} by size: {'|'.join([*kept, f'else {base}'])}"
+
+
+def _is_kept(route: CommRoute, op: str, transports: Mapping[str, Transport]) -> bool:
+    if route.backend not in transports:
+        return route.memory is MemoryRule.REGISTERED
+    return Operation(op) in transports[route.backend].capabilities.operations
 
 
 def _capture_probe(device: torch.device) -> Callable[[], bool]:

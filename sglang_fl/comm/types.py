@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from sglang_fl.comm.recorder import Recorder
+    from sglang_fl.comm.registered import Registrar
 
 MEETING_S = 0.5  # for ranks that come out of one step of a creation at its limit, to find out who is missing
 
@@ -143,6 +144,8 @@ class Transport(ABC):
     capabilities: Capabilities
     # Memory that creating it took where the group's tensors live, bytes; set by who created it.
     extra_bytes: int = 0
+    # What makes memory registered for it; None where it knows of none.
+    registrar: Registrar | None = None
 
     def restrict(self, operations: frozenset[Operation]) -> None:
         """Offer no more than ``operations``: what a peer lacks cannot be used here either."""
@@ -256,12 +259,14 @@ class Backend(ABC):
         kind: which of the three.
         vendor: of kind VENDOR, the canonical name in lower case; in allow, deny and per-operator settings.
         is_native: a caller whose own methods run on the same library, as SGLang's on NCCL, may keep those instead.
+        is_route_only: it carries a few operations and is named in routes; a kind in an order does not stand for it.
     """
 
     name: str
     kind: Kind
     vendor: str = ""
     is_native: bool = False
+    is_route_only: bool = False
 
     @abstractmethod
     def probe(self, context: GroupContext) -> Availability:

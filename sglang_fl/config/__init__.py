@@ -23,6 +23,7 @@ from sglang_fl.config.values import (
     CommRoute,
     CommRouteOrder,
     LogLevel,
+    MemoryRule,
     OpBackend,
     OpOrder,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "CommSettings",
     "Field",
     "LogLevel",
+    "MemoryRule",
     "OpBackend",
     "OpOrder",
     "OpsSettings",

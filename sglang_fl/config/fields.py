@@ -175,7 +175,7 @@ FIELDS: tuple[Field, ...] = (
         "comm.routes", "SGLANG_FL_COMM_ROUTES", "comm.routes", CommRoutes(), (),
         "Under mode fastest, per operation the routes by size; native is SGLang's own method, and what no route "
         "fits goes through the selected backend.",
-        "all_reduce=native:8388608|flagcx;all_gather=torch:4096@eager", compared=False,
+        "all_reduce=native:8388608@ordinary|flagcx;all_gather=torch:4096@eager", compared=False,
     ),
     # One node may keep FlagCX in another place than the next; the backend that it implies is compared.
     Field(

@@ -10,21 +10,23 @@ import yaml
 
 from sglang_fl.config.problems import closest
 from sglang_fl.config.value_types import NOT_SET, InvalidValueError, ValueType, describe, line_of, parse_node
-from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder
+from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder, MemoryRule, TextEnum
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 MAX_ROUTES_PER_OP = 8
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_ROUTE = re.compile(r"(?P<backend>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<number>[0-9]+)(?P<unit>[A-Za-z]*))?(@(?P<when>\w+))?")
+_ROUTE = re.compile(r"(?P<backend>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<number>[0-9]+)(?P<unit>[A-Za-z]*))?(?P<rules>(@\w+)*)")
+# Only sums are made where the memory lies.
+_WITH_MEMORY_RULES = "all_reduce"
 
 
 class CommRoutes(ValueType):
     """Per operation, the routes by size in the order in which they are tried."""
 
     allowed = (
-        f"for {', '.join(OPERATIONS)} 1 to {MAX_ROUTES_PER_OP} routes BACKEND[:MAX_BYTES][@graph or @eager], the bytes "
-        "with KiB, MiB, GiB or none: all_reduce=native:8MiB|flagcx in a variable, all_reduce: [native:8MiB, flagcx] "
-        "in YAML"
+        f"for {', '.join(OPERATIONS)} 1 to {MAX_ROUTES_PER_OP} routes BACKEND[:MAX_BYTES][@graph or @eager]"
+        "[@registered or @ordinary, for all_reduce], the bytes with KiB, MiB, GiB or none: "
+        "all_reduce=native:8MiB|flagcx in a variable, all_reduce: [native:8MiB, flagcx] in YAML"
     )
 
     def from_text(self, text: str) -> tuple[CommRouteOrder, ...]:
@@ -57,7 +59,9 @@ class CommRoutes(ValueType):
         if not 1 <= len(routes) <= MAX_ROUTES_PER_OP:
             raise InvalidValueError(f"{len(routes)} routes for {op}", self.allowed)
         for place, route in enumerate(routes):
-            hidden = next((earlier for earlier in routes[:place] if _covers(earlier, route)), None)
+            if route.memory and op != _WITH_MEMORY_RULES:
+                raise InvalidValueError(f"{route} for {op}", self.allowed)
+            hidden = next((earlier for earlier in routes[:place] if earlier.covers(route)), None)
             if hidden is not None:
                 raise InvalidValueError(f"{route} for {op}, which is never reached after {hidden}", self.allowed)
         orders[op] = CommRouteOrder(op, tuple(routes))
@@ -65,14 +69,17 @@ class CommRoutes(ValueType):
     def _route(self, text: str) -> CommRoute:
         token = text.strip()
         match = _ROUTE.fullmatch(token)
-        rules = {rule.value for rule in CaptureRule if rule.value}
-        if match is None or (match["when"] and match["when"] not in rules):
+        if match is None:
             raise InvalidValueError(repr(token), self.allowed)
         unit = (match["unit"] or "").lower()
         if unit not in _UNITS:
             raise InvalidValueError(repr(token), self.allowed)
         limit = int(match["number"]) * _UNITS[unit] if match["number"] else None
-        return CommRoute(match["backend"], limit, CaptureRule(match["when"] or ""))
+        rules = match["rules"].split("@")[1:]
+        when, memory = (_taken(rules, kind) for kind in (CaptureRule, MemoryRule))
+        if rules:
+            raise InvalidValueError(repr(token), self.allowed)
+        return CommRoute(match["backend"], limit, CaptureRule(when), MemoryRule(memory))
 
     def _sorted(self, orders: dict[str, CommRouteOrder]) -> tuple[CommRouteOrder, ...]:
         return tuple(orders[op] for op in sorted(orders))
@@ -89,8 +96,9 @@ def _quoted(route: CommRoute) -> str:
     return f'"{route}"'
 
 
-def _covers(earlier: CommRoute, later: CommRoute) -> bool:
-    """Whether every call that fits ``later`` fits ``earlier``."""
-    if earlier.when and earlier.when != later.when:
-        return False
-    return earlier.max_bytes is None or (later.max_bytes is not None and later.max_bytes <= earlier.max_bytes)
+def _taken(rules: list[str], kind: type[TextEnum]) -> str:
+    """The first of ``rules`` that is one of ``kind``, taken out; empty if none is."""
+    found = next((rule for rule in rules if rule in {member.value for member in kind}), "")
+    if found:
+        rules.remove(found)
+    return found

@@ -81,20 +81,37 @@ class CaptureRule(TextEnum):
     EAGER = "eager"
 
 
+class MemoryRule(TextEnum):
+    """Whether a route holds for every tensor, only for those in registered memory, or only for those that are not."""
+
+    ANY = ""
+    REGISTERED = "registered"
+    ORDINARY = "ordinary"
+
+
 @dataclass(frozen=True)
 class CommRoute:
     """One route of an operation: a backend, or ``native`` for SGLang's own method.
 
-    max_bytes: it carries calls of up to so many bytes (of the larger tensor), None for any size; when: see CaptureRule.
+    max_bytes: it carries calls of up to so many bytes (of the larger tensor), None for any size; when: see CaptureRule;
+    memory: see MemoryRule.
     """
 
     backend: str
     max_bytes: int | None = None
     when: CaptureRule = CaptureRule.ALWAYS
+    memory: MemoryRule = MemoryRule.ANY
 
     def __str__(self) -> str:
         limit = "" if self.max_bytes is None else f":{self.max_bytes}"
-        return f"{self.backend}{limit}{f'@{self.when}' if self.when else ''}"
+        return "".join((self.backend, limit, *(f"@{rule}" for rule in (self.when, self.memory) if rule)))
+
+    def covers(self, later: CommRoute) -> bool:
+        """Whether every call that fits ``later`` fits this one, so that behind it ``later`` is never reached."""
+        rules = ((self.when, later.when), (self.memory, later.memory))
+        if any(own and own != other for own, other in rules):
+            return False
+        return self.max_bytes is None or (later.max_bytes is not None and later.max_bytes <= self.max_bytes)
 
 
 @dataclass(frozen=True)

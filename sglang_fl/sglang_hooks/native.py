@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_fl.comm.sizes import NATIVE
+from sglang_fl.comm.route_table import NATIVE
 from sglang_fl.comm.types import Capabilities, Operation, Transport, Work
 from sglang_fl.sglang_hooks.registration import Hook, beneath
 

@@ -9,17 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from sglang_fl.comm.agreement import agree
-from sglang_fl.comm.audit import HookClock, TimedTransport
-from sglang_fl.comm.communicator import CommunicatorFL, group_context
-from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
-from sglang_fl.comm.policy import communicator_policy
-from sglang_fl.comm.sizes import add_routes
-from sglang_fl.config import load_settings
 from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
+from tests.distributed.counted import counted_group
 from tests.distributed.groups import call_everything, communicator_of_all
 
 LIMIT = 1024
@@ -31,20 +24,7 @@ def _environment(hostcx: Path, routes: str, **more: str) -> dict[str, str]:
 
 def _counted(context: RankContext) -> dict[str, dict[str, int]]:
     """The group of all ranks with counted routes: what carried how many calls of which operation."""
-    settings = load_settings(platform="cpu")
-    group = dist.new_group(list(range(context.world_size)), backend="gloo")
-    described = group_context(group, group, "cpu", range(context.world_size), "tp:0", settings, 20.0)
-    backends, policy = discover_backends().backends, communicator_policy(settings)
-    clock = HookClock()
-    agreed, routes = add_routes(
-        described,
-        agree(described, backends, policy),
-        settings.comm.routes,
-        backends,
-        policy,
-        wrap=lambda transport: TimedTransport(transport, "tp:0", clock),
-    )
-    communicator = CommunicatorFL.from_agreed(described, agreed, routes=routes)
+    communicator, clock = counted_group(context)
     size = context.world_size
     total = sum(range(1, size + 1))
     for elements in (0, 1, LIMIT // 4, LIMIT // 4 + 1, 5000):

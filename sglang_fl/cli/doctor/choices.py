@@ -226,7 +226,7 @@ def _routes(name: str, chosen: Settings) -> str:
 def _unknown_routes(chosen: Settings) -> list[Finding]:
     """A server in mode fastest ends on a route whose backend no rank has."""
     from sglang_fl.comm.discovery import discover_backends
-    from sglang_fl.comm.sizes import NATIVE
+    from sglang_fl.comm.route_table import NATIVE
 
     if chosen.comm.mode is not CommMode.FASTEST:
         return []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.policy import communicator_order
-from sglang_fl.comm.sizes import NATIVE
+from sglang_fl.comm.route_table import NATIVE
 from sglang_fl.comm.tools.measure import Mode, Result
 from sglang_fl.config import CaptureRule, CommRoute, CommRouteOrder, Settings, load_settings
 from sglang_fl.config.route_type import MAX_ROUTES_PER_OP, OPERATIONS, CommRoutes
@@ -135,15 +135,9 @@ def _without_hidden(routes: Iterable[CommRoute]) -> list[CommRoute]:
     """Without those that are never reached, which the settings refuse."""
     found: list[CommRoute] = []
     for route in routes:
-        if not any(_hides(earlier, route) for earlier in found):
+        if not any(earlier.covers(route) for earlier in found):
             found.append(route)
     return found
-
-
-def _hides(earlier: CommRoute, later: CommRoute) -> bool:
-    if earlier.when and earlier.when != later.when:
-        return False
-    return earlier.max_bytes is None or (later.max_bytes is not None and later.max_bytes <= earlier.max_bytes)
 
 
 def describe(found: Tuned) -> list[str]:

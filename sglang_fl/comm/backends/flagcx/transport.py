@@ -18,6 +18,7 @@ from sglang_fl.comm.backends.flagcx.machine import Machine, spread, this_machine
 from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder, close_within
 from sglang_fl.comm.backends.flagcx.recording import hot_calls
 from sglang_fl.comm.backends.flagcx.types import FlagCXOperation, MemoryKind, ReduceOp
+from sglang_fl.comm.backends.flagcx.windows import WindowRegistrar
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.marks import raw_stream_of
 from sglang_fl.comm.places import CallSite
@@ -49,6 +50,7 @@ class FlagCXTransport(Transport):
         if {FlagCXOperation.SEND, FlagCXOperation.RECV} <= known:
             operations |= _POINT_TO_POINT
         self._channels = Channels(name, context, library)
+        self.registrar = WindowRegistrar(name, context, communicator)
         self.capabilities = Capabilities(
             operations=frozenset(operations),
             reducible=frozenset(types),

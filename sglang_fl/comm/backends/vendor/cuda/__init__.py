@@ -1,1 +1,1 @@
-"""The vendor's own collectives on cuda devices: NCCL."""
+"""The vendor's own collectives on cuda devices: NCCL, and kernels over symmetric memory."""

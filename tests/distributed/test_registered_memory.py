@@ -1,0 +1,207 @@
+"""Registered memory of a group: real windows of FlagCX's API on host memory, routes that only it takes, and misuse."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.agreement import agree
+from sglang_fl.comm.backends.torch_dist import TorchBackend
+from sglang_fl.comm.communicator import group_context
+from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.registered import ALIGNMENT, BLOCK_BYTES
+from sglang_fl.comm.sizes import registered_memory
+from sglang_fl.config import load_settings
+from sglang_fl.selection import Kind, Policy
+from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
+from tests.distributed.counted import counted_group
+from tests.distributed.groups import communicator_of_all
+
+ROUTES = "all_reduce=torch:1KiB@registered|torch:4KiB@ordinary"
+
+
+def environment(hostcx: Path, routes: str = ROUTES, **more: str) -> dict[str, str]:
+    """Mode fastest on hostcx."""
+    return {"FLAGCX_PATH": str(hostcx), "SGLANG_FL_COMM_MODE": "fastest", "SGLANG_FL_COMM_ROUTES": routes, **more}
+
+
+def counted(context: RankContext) -> tuple[list[dict[str, int]], list[int]]:
+    """What carried each kind of call, and the offsets of the registered tensors in their block."""
+    communicator, clock = counted_group(context)
+    memory = registered_memory(communicator)
+    total = sum(range(1, context.world_size + 1))
+    found, offsets = [], []
+    for make in (torch.empty, memory.empty):
+        for elements in (256, 257, 1024, 1025):
+            clock.carried.clear()
+            tensor = make(elements, dtype=torch.float32)
+            if make == memory.empty:
+                offsets.append(tensor.data_ptr() - memory.spans[0][0])
+            tensor.fill_(context.rank + 1)
+            assert torch.equal(communicator.all_reduce(tensor), torch.full((elements,), float(total)))
+            carried: Counter[str] = Counter()
+            for (_, _, backend), counts in clock.carried.items():
+                carried[backend] += counts.calls
+            found.append(dict(carried))
+    communicator.destroy()
+    return found, offsets
+
+
+def test_registered_memory_takes_its_own_routes(hostcx: Path) -> None:
+    """Given routes for registered memory up to 1 KiB and for ordinary memory up to 4 KiB, when tensors of both kinds
+    and of sizes around the limits are summed, then each takes its route, values are right, and the tensors lie at the
+    same offsets on both ranks."""
+    results = run_ranks(counted, 2, env=environment(hostcx))
+    ordinary = [{"torch": 1}] * 3 + [{"flagcx": 1}]
+    registered = [{"torch": 1}] + [{"flagcx": 1}] * 3
+    offsets = [0, 1024, 1024 + 1280, 1024 + 1280 + 4096]
+    assert results == [(ordinary + registered, offsets)] * 2
+    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+
+
+def blocks(context: RankContext) -> list[object]:
+    """Number of blocks after tensors that fit and that do not, and whether parts of them are recognised."""
+    memory = registered_memory(communicator_of_all(context))
+    counts = [len(memory.spans)]
+    first = memory.empty(2, 3, dtype=torch.bfloat16)
+    counts.append(len(memory.spans))
+    large = memory.empty(BLOCK_BYTES, dtype=torch.uint8)
+    counts.append(len(memory.spans))
+    told = [memory.holds(tensor.data_ptr()) for tensor in (first, large, large[5:], torch.empty(1))]
+    zero = memory.empty(0, dtype=torch.float32)
+    memory.close()
+    return [counts, told, tuple(first.shape), zero.numel(), memory.holds(first.data_ptr())]
+
+
+def test_blocks(hostcx: Path) -> None:
+    """Given registered memory, then the first tensor makes a block, one that does not fit makes another, parts of
+    tensors are recognised, ordinary memory is not, and none is once the group has ended."""
+    wanted = [[0, 1, 2], [True, True, True, False], (2, 3), 0, False]
+    assert run_ranks(blocks, 2, env=environment(hostcx)) == [wanted, wanted]
+
+
+def unlike(context: RankContext) -> str:
+    """Ranks that ask for different tensors."""
+    memory = registered_memory(communicator_of_all(context))
+    memory.empty(4, dtype=torch.float32)
+    with pytest.raises(AgreementError) as raised:
+        memory.empty(4 + context.rank, dtype=torch.float32)
+    return str(raised.value)
+
+
+def test_ranks_that_take_unlike_tensors(hostcx: Path) -> None:
+    """Given ranks that ask for different shapes, then both raise the same error, which names shapes and ranks."""
+    texts = run_ranks(unlike, 2, env=environment(hostcx))
+    assert texts[0] == texts[1]
+    assert "global rank 0 asks for torch.float32[4] after 1 block(s) and 256 bytes" in texts[0]
+    assert "global rank 1 for torch.float32[5] after" in texts[0]
+
+
+def without(context: RankContext) -> str:
+    """A group whose routes make no registered memory."""
+    communicator = communicator_of_all(context)
+    with pytest.raises(CommError) as raised:
+        registered_memory(communicator)
+    communicator.destroy()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        ("all", "group tp:0: registered memory belongs to routes. Set SGLANG_FL_COMM_MODE=fastest"),
+        (
+            "fastest",
+            "group tp:0: none of its routes makes registered memory; route symm_two_shot left out: all ranks: the "
+            "group's tensors are on cpu, not on cuda. Give it one that does",
+        ),
+    ],
+)
+def test_a_group_without_registered_memory(mode: str, wanted: str) -> None:
+    """Given mode all, or routes none of which makes registered memory, then asking for some is the same error on all
+    ranks, which says what was left out and what to set."""
+    routes = "all_reduce=torch:1KiB@ordinary|symm_two_shot@registered"
+    variables = {"SGLANG_FL_DIST_BACKEND": "torch", "SGLANG_FL_COMM_MODE": mode, "SGLANG_FL_COMM_ROUTES": routes}
+    texts = run_ranks(without, 2, env=variables)
+    assert texts[0] == texts[1] and texts[0].startswith(wanted)
+
+
+def strictly(context: RankContext) -> tuple[tuple[str, ...], str]:
+    """The routes of a group that can be made, and the error of its registered memory."""
+    communicator = communicator_of_all(context)
+    with pytest.raises(AgreementError) as raised:
+        registered_memory(communicator)
+    communicator.destroy()
+    return communicator.routes, str(raised.value)
+
+
+def test_routes_for_registered_memory_alone_are_made_when_it_is_wanted(hostcx: Path) -> None:
+    """Given strict mode and a route that only registered memory would take and that cannot be used, then the group is
+    made, and the memory is an error that names the reason; for any memory, the group is."""
+    routes = "all_reduce=symm_two_shot@registered"
+    for words, text in run_ranks(strictly, 2, env=environment(hostcx, routes, SGLANG_FL_STRICT="1")):
+        assert words == ("all_reduce by size: symm_two_shot@registered|else flagcx",)
+        assert "route symm_two_shot left out: all ranks: the group's tensors are on cpu" in text
+    with pytest.raises(RanksFailed, match="Strict mode allows no route"):
+        run_ranks(strictly, 2, env=environment(hostcx, "all_reduce=symm_two_shot", SGLANG_FL_STRICT="1"))
+
+
+def test_an_unknown_name_is_told_at_once(hostcx: Path) -> None:
+    """Given a misspelled backend in a route for registered memory alone, then the group cannot be made."""
+    with pytest.raises(RanksFailed, match=r"comm\.routes names 'symm_to_shot', which no rank has; .* Did you mean"):
+        run_ranks(strictly, 2, env=environment(hostcx, "all_reduce=symm_to_shot@registered"))
+
+
+def later(context: RankContext) -> tuple[list[str], tuple[str, ...]]:
+    """The recorders before and after the memory is wanted, and the words of the group's routes."""
+    communicator = communicator_of_all(context)
+    before = len(communicator.recorders())
+    tensor = registered_memory(communicator).empty(64, dtype=torch.float32).fill_(context.rank + 1)
+    communicator.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((64,), 3.0))
+    names = [recorder.name for recorder in communicator.recorders() if recorder.entered()]
+    assert len(communicator.recorders()) == before + 1
+    communicator.destroy()
+    return names, communicator.routes
+
+
+def test_a_transport_that_comes_later_carries_and_is_recorded(hostcx: Path) -> None:
+    """Given a route that only registered memory takes, then its transport is made with the memory, carries its calls,
+    and its recorder is one of the group's."""
+    for names, words in run_ranks(later, 2, env=environment(hostcx, "all_reduce=torch@registered")):
+        assert words == ("all_reduce by size: torch@registered|else flagcx",)
+        assert "tp:0 torch" in names
+
+
+class RouteOnly(TorchBackend):
+    """A vendor's backend that is no group's."""
+
+    is_route_only = True
+
+
+def chosen(context: RankContext, token: str) -> str:
+    """What a group takes where the order has ``token`` and then the reference."""
+    settings = load_settings(platform="cpu")
+    group = dist.new_group(list(range(context.world_size)), backend="gloo")
+    described = group_context(group, group, "cpu", range(context.world_size), "tp:0", settings, 20.0)
+    backends = {
+        "quick": RouteOnly("quick", Kind.VENDOR, vendor="acme"),
+        "torch": TorchBackend("torch", Kind.REFERENCE),
+    }
+    policy = replace(
+        communicator_policy(settings), per_item=Policy(per_item={"communicator": (token, "reference")}).per_item
+    )
+    return agree(described, backends, policy).backend.name
+
+
+@pytest.mark.parametrize(("token", "wanted"), [("vendor", "torch"), ("vendor:acme", "torch"), ("quick", "quick")])
+def test_a_kind_does_not_stand_for_a_backend_of_routes(token: str, wanted: str) -> None:
+    """Given a vendor's backend that is for routes alone, then an order that names the kind or the vendor passes it by,
+    and one that names it takes it."""
+    assert run_ranks(chosen, 2, token) == [wanted, wanted]
