@@ -1,13 +1,13 @@
-"""FlagGems' kernels on the CPU, by Triton's interpreter: for tests of values on machines without a GPU.
+"""The flagos backend's kernels on the CPU, by Triton's interpreter: for tests of values on machines without a GPU.
 
 ``python -m sglang_fl.testing.interpreted_flag_gems OPERATOR`` runs the operator's cases and prints as JSON how many ran
 and what was wrong. A process of its own, because FlagGems and Triton are changed for it:
 
 - FlagGems is told that there is a Hopper GPU, without which it does not import;
-- Triton's own functions are made interpretable by ``TRITON_INTERPRET=1`` while they are imported; FlagGems' kernels
-  are not, as its wrappers take compiled kernels only, and are interpreted when they are called.
+- Triton's own functions are made interpretable by ``TRITON_INTERPRET=1`` while they are imported; kernels are not, as
+  FlagGems' wrappers take compiled ones only, and are interpreted when they are called.
 
-The interpreter cannot call CUDA's libdevice, in which gelu is written, and it truncates to bfloat16 where a GPU rounds.
+The interpreter truncates to bfloat16 where a GPU rounds, and knows no dependent launch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_fl.dispatch.types import NotSupportedError, OpImpl
 from sglang_fl.testing.operator_cases import Case, cases
 from sglang_fl.testing.operator_checks import problems
 
-OPERATORS = ("silu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding", "topk")
+OPERATORS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding", "topk")
 DTYPES = (torch.float32, torch.float16)
 # A program of the interpreter takes milliseconds.
 MOST_TOKENS = 7
@@ -74,7 +74,7 @@ def pretend_a_hopper_gpu() -> None:
 
 
 def implementation(op_name: str) -> OpImpl:
-    """FlagGems' implementation of the operator."""
+    """The flagos implementation of the operator."""
     registry = OpRegistry()
     register_ops.register_builtins(registry)
     return registry.implementations(op_name)[0]

@@ -165,9 +165,10 @@ def _norm_cases(op_name: str) -> Iterator[Case]:
 
     def heads(source: _Source) -> Call:
         obj = SimpleNamespace(weight=source.normal(128, scale=0.5), variance_epsilon=_EPSILON, hidden_size=128)
-        return Call(obj, (source.normal(7, 4, 256)[..., :128],))
+        return Call(obj, (source.normal(7, 3, 256)[..., :128],))
 
-    yield _case(op_name, "three dimensions", torch.bfloat16, 7, heads)
+    for dtype in DTYPES:
+        yield _case(op_name, "three dimensions", dtype, 7, heads)
 
 
 @lru_cache(maxsize=64)

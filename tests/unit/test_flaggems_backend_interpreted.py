@@ -1,4 +1,4 @@
-"""The values of FlagGems' kernels, called as the backend calls them, by Triton's interpreter on the CPU."""
+"""The values of the flagos backend's kernels, called as it calls them, by Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_CASES = 20
 
 @pytest.mark.parametrize("op_name", OPERATORS)
 def test_the_values_are_right(op_name: str) -> None:
-    """Given the float32 and float16 cases, when FlagGems' kernels are interpreted, then results and inputs are right.
+    """Given the float32 and float16 cases, when the kernels are interpreted, then results and inputs are right.
 
     What is refused is the gate by groups without a bias, and nothing else.
     """

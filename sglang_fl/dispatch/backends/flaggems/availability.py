@@ -57,7 +57,7 @@ def _device_fits(device: Any) -> Availability:
         return Availability.no(f"FlagGems was set up for {device.vendor_name} ({device.name}); torch runs on {found}")
     if device.vendor_name != "nvidia":
         return Availability.no(
-            f"FlagGems' kernels are called here with launch parameters that were tried on nvidia only, "
+            f"FlagOS' kernels are launched here with parameters that were tried on nvidia only, "
             f"and this is {device.vendor_name}"
         )
     return Availability.yes()

@@ -11,7 +11,7 @@ from sglang_fl.dispatch.backends.flaggems.impl.topk import topk_flaggems
 
 
 class FlagGemsBackend(Backend):
-    """FlagGems. An operator is the function itself, so that a call has no method between."""
+    """FlagGems, and the kernels beside it. An operator is the function itself, so that a call has no method between."""
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_fl.dispatch.backends.flaggems.choices import GATED, Gated, by_bits
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, rows_of
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import compile_options, launches_dependently, rows_of
 from sglang_fl.dispatch.types import NotSupportedError
 from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
@@ -76,6 +76,6 @@ def bind_gated(choice: Gated, form: str, rows: torch.Tensor, out: torch.Tensor) 
         **{"columns": columns, "block": choice.block, "form": getattr(kernels, form).value},
         "dependent": dependent,
     }
-    options = {"num_warps": choice.warps, "launch_pdl": dependent}
+    options = compile_options(choice.warps, dependent)
     launch = bind(kernels.gated_kernel, (rows, out, rows.stride(0)), constants, options, device)
     return launch, -(-columns // choice.block)

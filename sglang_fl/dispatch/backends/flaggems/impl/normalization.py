@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from sglang_fl.dispatch.backends.flaggems.choices import ADD_RMS_NORM, RMS_NORM, Norm, by_bits
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, next_power_of_two, rows_of
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import (
+    compile_options,
+    launches_dependently,
+    next_power_of_two,
+    rows_of,
+)
 from sglang_fl.dispatch.ops import Normed
 from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
@@ -105,5 +110,5 @@ def bind_norm(
         **{"width": width, "block": block, "rows": choice.rows, "with_residual": with_residual},
         **{"one_plus_weight": one_plus_weight, "dependent": dependent},
     }
-    options = {"num_warps": choice.warps(block), "launch_pdl": dependent}
+    options = compile_options(choice.warps(block), dependent)
     return bind(kernels.rms_norm_kernel, arguments, constants, options, device), choice.rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_fl.dispatch.backends.flaggems.choices import ROTARY, Rotary, by_bits
-from sglang_fl.dispatch.backends.flaggems.impl.shapes import launches_dependently, next_power_of_two
+from sglang_fl.dispatch.backends.flaggems.impl.shapes import compile_options, launches_dependently, next_power_of_two
 from sglang_fl.dispatch.types import NotSupportedError
 from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
 
@@ -89,7 +89,7 @@ def bind_rotary(choice: Rotary, interleaved: bool, arguments: tuple[Any, ...]) -
         **{"block": next_power_of_two(pairs), "interleaved": interleaved, "several_warps": choice.warps > 1},
         "dependent": dependent,
     }
-    options = {"num_warps": choice.warps, "launch_pdl": dependent}
+    options = compile_options(choice.warps, dependent)
     launch = bind(kernels.rotary_kernel, arguments, constants, options, device)
     return launch, -(-query.shape[1] // choice.heads) - (-key.shape[1] // choice.heads)
 

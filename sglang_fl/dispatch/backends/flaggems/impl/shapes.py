@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -23,5 +24,14 @@ def next_power_of_two(number: int) -> int:
 
 @cache
 def launches_dependently(device: int) -> bool:
-    """Whether CUDA device ``device`` can launch a kernel while the one before it still runs; -1 is the CPU."""
-    return device >= 0 and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
+    """Whether CUDA device ``device`` and Triton can launch a kernel while the one before it runs; -1 is the CPU."""
+    if device < 0 or torch.cuda.get_device_capability(device) < _DEPENDENT_LAUNCH:
+        return False
+    from triton.language.extra import cuda
+
+    return hasattr(cuda, "gdc_wait") and hasattr(cuda, "gdc_launch_dependents")
+
+
+def compile_options(warps: int, dependent: bool) -> dict[str, Any]:
+    """Triton's options; that of a dependent launch only where there is one, as older versions do not know it."""
+    return {"num_warps": warps, "launch_pdl": True} if dependent else {"num_warps": warps}
