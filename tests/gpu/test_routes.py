@@ -1,0 +1,317 @@
+"""Routes over symmetric memory, and registered memory with FlagCX's windows, on real GPUs: values, graphs, streams.
+
+With one GPU both ranks share it, which torch must be told; each wait for the peer then takes the GPU's turns, so that
+counts are small. Times mean nothing there, values everything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm import CommunicatorFL
+from sglang_fl.comm.backends.vendor.cuda.symmetric_group import SHARED_DEVICES
+from sglang_fl.comm.monitor import EXIT_CODE
+from sglang_fl.comm.registered import ALIGNMENT
+from sglang_fl.comm.replays import watch_graphs
+from sglang_fl.comm.sizes import registered_memory
+from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
+from tests.gpu.places import Places
+
+pytestmark = pytest.mark.gpu
+
+WAYS = ("symm_one_shot", "symm_two_shot")
+BUFFER = "1MiB"  # routes of up to so much, so that a few MiB are beyond them
+LIMIT_S = 30.0
+START_AND_RUN_S = 240.0
+DTYPES = (torch.bfloat16, torch.float32)
+# Elements; whole vectors and not, one block of threads and many, up to the buffer in float32.
+COUNTS = (1, 2, 3, 8, 255, 5120, 2**15 + 1, 2**18)
+SHIFTS = (0, 1, 8)
+TURNS = 8
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Private, for the dumps."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def run(
+    stand: Places,
+    function: Callable[..., Any],
+    folder: Path,
+    routes: str,
+    *arguments: object,
+    more: dict[str, str | None] | None = None,
+    limit_s: float = LIMIT_S,
+) -> list[Any]:
+    """Run ``function`` on the ranks, on FlagCX with ``routes``."""
+    common = {
+        "SGLANG_FL_DIST_BACKEND": "flagcx",
+        "FLAGCX_PATH": os.environ["FLAGCX_PATH"],
+        "SGLANG_FL_COMM_MODE": "fastest",
+        "SGLANG_FL_COMM_ROUTES": routes,
+        "SGLANG_FL_COMM_DUMP_DIR": str(folder),
+        "SGLANG_FL_COMM_TIMEOUT_S": f"{limit_s}",
+        SHARED_DEVICES: "1" if stand.is_shared else None,
+        **(more or {}),
+    }
+
+    def environment(rank: int) -> dict[str, str | None]:
+        return {**common, **stand.environment(rank)}
+
+    return run_ranks(
+        function, stand.world_size, *arguments, env=environment, start_method="spawn", timeout_s=START_AND_RUN_S
+    )
+
+
+def group_of(context: RankContext) -> CommunicatorFL:
+    """All ranks."""
+    torch.cuda.set_device(context.local_rank)
+    ranks = list(range(context.world_size))
+    watch_graphs(LIMIT_S)
+    return CommunicatorFL(
+        cpu_group=dist.new_group(ranks, backend="gloo"),
+        device_group=dist.new_group(ranks, backend="nccl"),
+        device=f"cuda:{context.local_rank}",
+        ranks=ranks,
+        name="tp:0",
+    )
+
+
+def data(rank: int, count: int, dtype: torch.dtype, turn: int = 0) -> torch.Tensor:
+    """Whole numbers that depend on rank, place and turn; sums of two are exact in every dtype."""
+    return ((torch.arange(count, device="cuda") * 7 + rank * 13 + turn * 3) % 100).to(dtype)
+
+
+def total(count: int, dtype: torch.dtype, world_size: int, turn: int = 0) -> torch.Tensor:
+    """The sum over the ranks."""
+    return sum((data(rank, count, torch.float32, turn) for rank in range(world_size)), torch.tensor(0.0)).to(dtype)
+
+
+def entered(group: CommunicatorFL, name: str) -> int:
+    """Calls that one transport of the group has carried."""
+    return sum(recorder.entered() for recorder in group.recorders() if recorder.name == f"tp:0 {name}")
+
+
+# --- values ---
+
+
+def sums(context: RankContext, way: str) -> list[str]:
+    """What was wrong, and what did not go the way that it should."""
+    group = group_of(context)
+    size, rank, wrong = context.world_size, context.rank, []
+    if any("left out" in words for words in group.routes):
+        return list(group.routes)
+    for dtype in DTYPES:
+        for count in COUNTS:
+            for shift in SHIFTS:
+                for method in ("all_reduce", "all_reduce_in_place", "all_reduce_new"):
+                    before = entered(group, way)
+                    whole = torch.full((count + 2 * shift,), -1, dtype=dtype, device="cuda")
+                    tensor = whole[shift : shift + count]
+                    tensor.copy_(data(rank, count, dtype))
+                    result = getattr(group, method)(tensor)
+                    case = f"{method} of {count} {dtype} at {shift}"
+                    if not torch.equal(result, total(count, dtype, size)):
+                        wrong.append(f"{case}: {result[:4].tolist()}")
+                    if method == "all_reduce_new" and not torch.equal(tensor, data(rank, count, dtype)):
+                        wrong.append(f"{case}: its argument changed")
+                    if not all(bool((edge == -1).all()) for edge in (whole[:shift], whole[shift + count :])):
+                        wrong.append(f"{case}: a neighbour changed")
+                    if entered(group, way) != before + 1:
+                        wrong.append(f"{case}: another transport carried it")
+    for dtype, count in ((torch.float16, 512), (torch.int64, 512), (torch.bfloat16, 2**20)):
+        before = entered(group, way)
+        result = group.all_reduce(data(rank, count, dtype))
+        if not torch.equal(result, total(count, dtype, size)):
+            wrong.append(f"{count} {dtype}: {result[:4].tolist()}")
+        if entered(group, way) != before:
+            wrong.append(f"{count} {dtype}: {way} carried what is not its own")
+    dist.barrier()
+    group.destroy()
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_of_ordinary_memory(two_places: Places, folder: Path, way: str) -> None:
+    """Given tensors of both dtypes, any length and offset, when they are summed, then values are exact, neighbours
+    and arguments stay, and the route carries them; other dtypes and longer ones go to the group's backend."""
+    assert run(two_places, sums, folder, f"all_reduce={way}:{BUFFER}", way) == [[], []]
+
+
+def registered(context: RankContext) -> list[str]:
+    """As :func:`sums`, of registered memory; and what the memory has to say of FlagCX's windows."""
+    group = group_of(context)
+    memory = registered_memory(group)
+    size, rank, wrong = context.world_size, context.rank, []
+    small = memory.empty(4, 128, dtype=torch.bfloat16)
+    large = memory.empty(2**19, dtype=torch.float32)
+    if small.data_ptr() % ALIGNMENT or large.data_ptr() % ALIGNMENT or len(memory.spans) != 1:
+        wrong.append(f"not aligned or not in one block: {memory.spans}")
+    wanted = {"symm_two_shot": 0, "flagcx": 0}
+    for turn in range(TURNS):
+        for tensor, way in ((small, "flagcx"), (large, "symm_two_shot"), (large[: 2**16], "symm_two_shot")):
+            tensor.copy_(data(rank, tensor.numel(), tensor.dtype, turn).view(tensor.shape))
+            before = entered(group, way)
+            result = group.all_reduce(tensor)
+            expected = total(tensor.numel(), tensor.dtype, size, turn).view(tensor.shape)
+            if not torch.equal(result, expected) or result is not tensor:
+                wrong.append(f"{way}, turn {turn}: {result.flatten()[:4].tolist()}")
+            wanted[way] += entered(group, way) - before
+    if wanted != {"symm_two_shot": 2 * TURNS, "flagcx": TURNS}:
+        wrong.append(f"carried: {wanted}")
+    dist.barrier()
+    # Ranks that share a GPU are hosts of their own to NCCL, which has symmetric windows within a host.
+    return [*wrong, *(memory.notes if torch.cuda.device_count() >= size else ())]
+
+
+def test_sums_of_registered_memory(two_places: Places, folder: Path) -> None:
+    """Given tensors of registered memory, when they are summed with new data, then values are exact and in place, by
+    FlagCX up to its limit and in two shots beyond; FlagCX has the block as a window (else the note is shown)."""
+    routes = "all_reduce=flagcx:128KiB@registered|symm_two_shot@registered"
+    assert run(two_places, registered, folder, routes) == [[], []]
+
+
+def windows_alone(context: RankContext) -> list[str]:
+    """Memory of FlagCX's own, summed by it, eagerly and in a graph."""
+    group = group_of(context)
+    tensor = registered_memory(group).empty(2**16, dtype=torch.bfloat16)
+    wrong = []
+    for turn in range(TURNS):
+        tensor.copy_(data(context.rank, tensor.numel(), tensor.dtype, turn))
+        if not torch.equal(group.all_reduce(tensor), total(tensor.numel(), tensor.dtype, context.world_size, turn)):
+            wrong.append(f"turn {turn}: {tensor[:4].tolist()}")
+    dist.barrier()
+    return wrong
+
+
+def test_memory_of_flagcx_alone(two_places: Places, folder: Path) -> None:
+    """Given a route that registered memory takes on FlagCX alone, then the memory is FlagCX's, and values are exact."""
+    assert run(two_places, windows_alone, folder, "all_reduce=flagcx@registered") == [[], []]
+
+
+# --- graphs and streams ---
+
+
+def captured(context: RankContext, is_registered: bool) -> list[str]:
+    """Three sums and an addition between them in a graph, replayed with new data."""
+    group = group_of(context)
+    size, count = context.world_size, 3 * 5120
+    if is_registered:
+        tensor = registered_memory(group).empty(count, dtype=torch.float32)
+    else:
+        tensor = torch.empty(count, dtype=torch.float32, device="cuda")
+    tensor.zero_()
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        once = group.all_reduce(tensor)
+        twice = group.all_reduce(once.add_(1) if not is_registered else tensor.copy_(once).add_(1))
+    wrong = []
+    for turn in range(TURNS):
+        tensor.copy_(data(context.rank, count, torch.float32, turn))
+        graph.replay()
+        expected = (total(count, torch.float32, size, turn) + 1) * size
+        if not torch.equal(twice, expected):
+            wrong.append(f"turn {turn}: {twice[:4].tolist()}, not {expected[:4].tolist()}")
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_registered", [False, True], ids=["ordinary", "registered"])
+def test_graphs(two_places: Places, folder: Path, way: str, is_registered: bool) -> None:
+    """Given a graph with two sums, each of what the one before gave, when it is replayed with new data, then values
+    are exact."""
+    assert run(two_places, captured, folder, f"all_reduce={way}", is_registered) == [[], []]
+
+
+def on_two_streams(context: RankContext) -> list[str]:
+    """Sums that alternate between two streams without any other order between them, through one buffer."""
+    group = group_of(context)
+    count = 2**18
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    tensors = [torch.empty(count, dtype=torch.bfloat16, device="cuda") for _ in range(2 * TURNS)]
+    for turn, tensor in enumerate(tensors):
+        tensor.copy_(data(context.rank, count, tensor.dtype, turn))
+    torch.cuda.synchronize()
+    for turn, tensor in enumerate(tensors):
+        with torch.cuda.stream(streams[turn % 2]):
+            group.all_reduce_in_place(tensor)
+    torch.cuda.synchronize()
+    wrong = [
+        f"turn {turn}: {tensor[:4].tolist()}"
+        for turn, tensor in enumerate(tensors)
+        if not torch.equal(tensor, total(count, tensor.dtype, context.world_size, turn))
+    ]
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_streams_share_the_buffer(two_places: Places, folder: Path, way: str) -> None:
+    """Given calls on two streams in turns, when nothing else orders them, then each sum is exact."""
+    assert run(two_places, on_two_streams, folder, f"all_reduce={way}:{BUFFER}") == [[], []]
+
+
+# --- what goes wrong ---
+
+
+def routes_in_words(context: RankContext) -> tuple[str, ...]:
+    """Of a group."""
+    group = group_of(context)
+    dist.barrier()
+    return group.routes
+
+
+def test_ranks_on_one_gpu_are_refused(two_places: Places, folder: Path) -> None:
+    """Given ranks on one GPU and torch not told to take them, then all leave the route out with the same reason; with
+    a GPU each, the route is there."""
+    for words in run(two_places, routes_in_words, folder, "all_reduce=symm_two_shot", more={SHARED_DEVICES: None}):
+        if two_places.is_shared:
+            assert "global ranks 0 and 1 are on the same GPU; for a trial set" in words[1]
+        else:
+            assert words == ("all_reduce by size: symm_two_shot|else flagcx",)
+
+
+def lose_a_peer(context: RankContext) -> float:
+    """Rank 1 is killed after the first call; rank 0 makes another one and must never see a value."""
+    group = group_of(context)
+    tensor = torch.ones(5120, device="cuda")
+    group.all_reduce(tensor)
+    assert tensor[-1].item() == 2.0
+    dist.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(tensor)
+    return float(tensor[-1].item())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_without_its_peer_ends_the_process(
+    two_places: Places, folder: Path, way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Given rank 1 killed, when rank 0 sums, then it ends with code 71, names the call and rank 1, and never returns
+    a value: the kernel would wait for ever."""
+    with pytest.raises(RanksFailed) as raised:
+        run(two_places, lose_a_peer, folder, f"all_reduce={way}", limit_s=5.0)
+    ended = next(failure for failure in raised.value.failures if failure.rank == 0)
+    assert ended.kind is FailureKind.EXITED and f"exited with code {EXIT_CODE} " in ended.text, ended.text
+    assert raised.value.results[0] is None
+    said = capfd.readouterr().err
+    assert re.search(rf"tp:0 {way}.*all_reduce.*global rank 1 \(process \d+ on \S+\) (was killed|has ended)", said), (
+        said
+    )
