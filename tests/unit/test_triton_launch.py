@@ -62,7 +62,7 @@ class NotingDriver:
             if enter is not None:
                 enter(about)
             addresses = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
-            self.launched.append((x, y, z, stream, function, packed, *addresses))
+            self.launched.append((x, y, z, stream, function, packed, self.device, *addresses))
             if leave is not None:
                 leave(about)
 
@@ -187,6 +187,7 @@ def test_it_launches_on_its_own_device_whichever_is_current(noting: NotingDriver
 
     assert noting.launched[-1][3] == STREAMS[1]
     assert "of device 1" in noting.launched[-1][4]
+    assert noting.launched[-1][6] == 1
     assert noting.device == 0
 
 
@@ -310,12 +311,12 @@ def test_alternating_layouts_get_the_kernels_that_the_ordinary_way_gives_them(no
     calls = [make(*layout) for layout in layouts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_launch, "TRITON_VERSIONS", ("0.",))
-        ordinary = [_launched(noting, call)[:6] for call in calls]
+        ordinary = [_launched(noting, call)[:7] for call in calls]
     for module in (activation, normalization, rotary):
         module._launches.clear()
 
     for _ in range(2):
-        kept = [_launched(noting, call)[:6] for call in calls]
+        kept = [_launched(noting, call)[:7] for call in calls]
         assert kept == ordinary
     assert len(OrderedDict.fromkeys(launched[4] for launched in kept)) > 1
 
