@@ -210,7 +210,7 @@ def _check_replays(impl: OpImpl, case: Case) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
 def test_rotating_in_place_gives_the_bits_of_out_of_place(head_size: int, interleaved: bool) -> None:
-    """Given unaligned heads, when FlagGems rotates in place 20 times, then no warp has read another's result.
+    """Given unaligned heads, when flagos rotates in place 20 times, then no warp has read another's result.
 
     In place, a program reads what it also writes; a view that begins at an odd element makes every load a narrow one.
     """
