@@ -113,7 +113,7 @@ EXPECTED = {
     "experts.w2_weight": (0.0, 256**-0.5),
     "norm.weight": (1.0, 0.1),
     "gemma.weight": (0.0, 0.1),
-    "gate.weight": (0.0, 256**-0.5),
+    "gate.weight": (0.0, 4 * 256**-0.5),
     "lm_head.weight": (0.0, 64**-0.5),
 }
 WHOLE = {"norm.weight", "gemma.weight", "gate.weight", "down.bias"}

@@ -71,3 +71,13 @@ def test_a_gemma_norm_has_its_copy_of_the_new_weight() -> None:
     weight, copy = model[0].weight.data, model[0].gemma_weight
     assert weight.abs().max() > 0.1
     assert torch.equal(copy, weight + 1.0)
+
+
+def test_a_routers_scores_lie_four_times_as_far_apart() -> None:
+    """Given a layer with experts, when its weights are drawn, then the router alone is four times a matrix."""
+    layer = torch.nn.Module()
+    layer.gate, layer.gate_proj = torch.nn.Linear(1024, 64, bias=False), torch.nn.Linear(1024, 64, bias=False)
+    filled = fill(torch.nn.ModuleDict({"mlp": layer}), seed=1)
+    assert filled["mlp.gate.weight"]["kind"] == "router"
+    assert [filled[f"mlp.{name}.weight"]["deviation"] for name in ("gate", "gate_proj")] == [4 / 32, 1 / 32]
+    assert layer.gate.weight.std().item() == pytest.approx(4 / 32, rel=0.02)

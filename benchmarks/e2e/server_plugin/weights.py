@@ -2,9 +2,12 @@
 
 Norms are 1 +- 0.1, matrices N(0, 1 / fan in), biases N(0, 0.1^2), embeddings N(0, 1); an embedding that is the output
 matrix too counts as a matrix, since it would otherwise repeat its input. The fan in of a matrix that is split
-along its input is that of the whole. A tensor's numbers depend on the seed, its name, its size and, where it is
-split over ranks, its part: so replicated tensors are equal on all ranks. What is not known to be split counts as
-replicated; parts that are equal would only be a special model, replicas that differ would be a wrong one.
+along its input is that of the whole. A router is a matrix four times as large: with scores that lie closer together
+the rounding of its input would decide which experts compute, and no two implementations would agree.
+
+A tensor's numbers depend on the seed, its name, its size and, where it is split over ranks, its part: so replicated
+tensors are equal on all ranks. What is not known to be split counts as replicated; parts that are equal would only be
+a special model, replicas that differ would be a wrong one.
 """
 
 from __future__ import annotations
@@ -31,18 +34,23 @@ class Kind(str, Enum):
     # Its layer multiplies by 1 + weight.
     NORM_ABOUT_ZERO = "norm about zero"
     MATRIX = "matrix"
+    ROUTER = "router"
     EMBEDDING = "embedding"
     BIAS = "bias"
 
 
-# Mean and deviation; a matrix's is divided by the square root of its fan in.
+# Mean and deviation; that of the kinds in BY_FAN_IN is divided by the square root of the fan in.
 DISTRIBUTIONS = {
     Kind.NORM: (1.0, 0.1),
     Kind.NORM_ABOUT_ZERO: (0.0, 0.1),
     Kind.MATRIX: (0.0, 1.0),
+    Kind.ROUTER: (0.0, 4.0),
     Kind.EMBEDDING: (0.0, 1.0),
     Kind.BIAS: (0.0, 0.1),
 }
+BY_FAN_IN = (Kind.MATRIX, Kind.ROUTER)
+# SGLang's name of the matrix that scores the experts.
+ROUTER_NAME = "gate"
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ def fill(model: torch.nn.Module, seed: int) -> dict[str, dict[str, Any]]:
             if torch.finfo(parameter.dtype).bits < 16:
                 raise ValueError(f"{full_name} is {parameter.dtype}; weights of 16 bits or more can be drawn")
             kind = Kind.MATRIX if id(parameter) in output else kind_of(module, name, parameter)
+            if kind is Kind.MATRIX and module_name.rpartition(".")[2] == ROUTER_NAME:
+                kind = Kind.ROUTER
             shard = shard_of(module, name)
             _draw(parameter.data, kind, shard, f"{seed}/{full_name}/{shard.part}")
             filled[full_name] = {
@@ -133,7 +143,7 @@ def _class_names(module: torch.nn.Module) -> set[str]:
 
 def _deviation(parameter: torch.Tensor, kind: Kind, shard: Shard) -> float:
     deviation = DISTRIBUTIONS[kind][1]
-    if kind is not Kind.MATRIX:
+    if kind not in BY_FAN_IN:
         return deviation
     return deviation / math.sqrt(parameter.shape[-1] * shard.input_parts)
 
