@@ -35,7 +35,7 @@ RUNS = {
     "README.md": Runs(run=0, network=5, gpu=2),
     "docs/aten.md": Runs(run=0, gpu=2),
     "docs/adding_a_chip.md": Runs(run=0, gpu=1),
-    "docs/communication.md": Runs(run=2, network=2, gpu=1, shows_output=False),
+    "docs/communication.md": Runs(run=2, network=2, gpu=2, shows_output=False),
     "docs/configuration.md": Runs(run=5, network=1),
     "docs/cpu.md": Runs(run=2, starts_servers=True),
     "docs/operators.md": Runs(run=1, gpu=4),
