@@ -79,21 +79,26 @@ class Rotary:
 
 
 GATED = (
-    Gated(16, UNLIMITED, block=512, warps=2, dependent=True),
+    Gated(16, UNLIMITED, block=512, warps=4, dependent=True),
+    Gated(256, UNLIMITED, block=1024, warps=8, dependent=True),
+    Gated(2048, UNLIMITED, block=2048, warps=8, dependent=True),
     Gated(UNLIMITED, UNLIMITED, block=1024, warps=4, dependent=True),
 )
 RMS_NORM = (
     Norm(UNLIMITED, 257, values=8, rows=4, dependent=True),
-    Norm(512, UNLIMITED, values=8, rows=1, dependent=True),
+    Norm(256, 2049, values=8, rows=1, dependent=True),
+    Norm(2048, 2049, values=32, rows=1, dependent=True),
+    Norm(UNLIMITED, 2049, values=16, rows=2, dependent=True),
     Norm(UNLIMITED, UNLIMITED, values=32, rows=1, dependent=True),
 )
 ADD_RMS_NORM = (
-    Norm(512, UNLIMITED, values=8, rows=1, dependent=True),
+    Norm(UNLIMITED, 2049, values=8, rows=2, dependent=True),
     Norm(UNLIMITED, UNLIMITED, values=32, rows=1, dependent=True),
 )
 ROTARY = (
-    Rotary(64, UNLIMITED, heads=4, warps=1, dependent=True),
-    Rotary(UNLIMITED, UNLIMITED, heads=8, warps=2, dependent=True),
+    Rotary(64, UNLIMITED, heads=8, warps=2, dependent=True),
+    Rotary(2048, UNLIMITED, heads=16, warps=2, dependent=True),
+    Rotary(UNLIMITED, UNLIMITED, heads=16, warps=4, dependent=False),
 )
 
 _Row = TypeVar("_Row", Gated, Norm, Rotary)

@@ -62,8 +62,8 @@ def gated_kernel(
     inside = column < columns
     x_ptr += row * x_stride
     _wait(dependent)
-    gate = tl.load(x_ptr + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-    up = tl.load(x_ptr + columns + column, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+    gate = tl.load(x_ptr + column, inside, 0.0).to(tl.float32)
+    up = tl.load(x_ptr + columns + column, inside, 0.0).to(tl.float32)
     result = _activated(gate, form) * up
     tl.store(out_ptr + row * columns + column, result.to(out_ptr.dtype.element_ty), inside)
 
