@@ -94,8 +94,9 @@ def _graphs(site: Site, plan: Plan, size: int) -> dict[str, list[float]]:
     registered = site.registered(count).zero_()
     subjects: dict[str, Callable[[], float]] = {}
     for name, route in site.routes.items():
-        if route.takes(size):
-            subjects[name] = _timer(site, route.call, torch.zeros_like(registered), plan.calls_of(size))
+        if not route.takes(size):
+            continue
+        subjects[name] = _timer(site, route.call, torch.zeros_like(registered), plan.calls_of(size))
         if route.call_registered is not None:
             subjects[name + REGISTERED] = _timer(site, route.call_registered, registered, plan.calls_of(size))
     return alternate(subjects, plan.rounds)

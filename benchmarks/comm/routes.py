@@ -19,7 +19,7 @@ from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.marks import raw_stream_of
 from sglang_fl.comm.policy import communicator_policy
-from sglang_fl.comm.route_table import NATIVE
+from sglang_fl.comm.route_table import ANY_SIZE, NATIVE
 from sglang_fl.comm.sizes import add_routes, registered_memory
 from sglang_fl.comm.types import Capabilities, GroupContext, Operation, Transport
 from sglang_fl.config import Settings, load_settings
@@ -28,7 +28,8 @@ from sglang_fl.testing.ranks import RankContext
 
 Call = Callable[[torch.Tensor], object]
 FLAGCX, BARE, FASTEST, SGLANG = "flagcx", "bare flagcxAllReduce", "fastest", "SGLang's custom kernel"
-TORCH, ONE_SHOT, TWO_SHOT = "torch.distributed", "symm_one_shot", "symm_two_shot"
+TORCH, PUSH, ONE_SHOT, TWO_SHOT = "torch.distributed", "symm_push", "symm_one_shot", "symm_two_shot"
+PUSH_BYTES = 4 * 2**20  # beyond, it goes in many pieces
 DTYPE, NUMBER = torch.bfloat16, int(DataType.BFLOAT16)
 SUM = int(ReduceOp.SUM)
 
@@ -40,7 +41,7 @@ class Route:
     Attributes:
         name: in the rows.
         call: does it once, in place or into a new tensor; all ranks must call it.
-        takes: whether a call of so many bytes is valid, of ordinary memory.
+        takes: whether a call of so many bytes is valid.
         call_registered: the same as ``call`` for registered memory; None where it is not valid, captured in a graph.
     """
 
@@ -125,17 +126,22 @@ def open_site(ranks: RankContext, device: torch.device) -> Site:
     _add_flagcx(site, settings)
     _add_kernel(site)
     symmetric: dict[str, CommunicatorFL] = {}
-    for name in (ONE_SHOT, TWO_SHOT):
+    for name in (PUSH, ONE_SHOT, TWO_SHOT):
         communicator = _on(site, name, settings)
         if communicator is not None:
             symmetric[name] = communicator
-            site.routes[name] = Route(name, communicator.all_reduce)
+            takes = _up_to(PUSH_BYTES if name == PUSH else ANY_SIZE)
+            site.routes[name] = Route(name, communicator.all_reduce, takes)
     _add_fastest(site, settings)
     # Blocks of registered memory belong to all transports of the same ranks. One shot needs another place for the sum.
     for name, communicator in symmetric.items():
         call = communicator.all_reduce_new if name == ONE_SHOT else communicator.all_reduce
         site.routes[name] = replace(site.routes[name], call_registered=call)
     return site
+
+
+def _up_to(most: int) -> Callable[[int], bool]:
+    return lambda size: size <= most
 
 
 def _on(site: Site, name: str, settings: Settings) -> CommunicatorFL | None:
@@ -185,7 +191,7 @@ def _add_kernel(site: Site) -> None:
         site.absent[SGLANG] = "it has disabled itself; SGLang's log says why"
         return
     site._kernel = kernel
-    site.routes[SGLANG] = Route(SGLANG, kernel.custom_all_reduce, takes=lambda size: size <= kernel.max_size)
+    site.routes[SGLANG] = Route(SGLANG, kernel.custom_all_reduce, takes=_up_to(kernel.max_size))
 
 
 def _add_fastest(site: Site, settings: Settings) -> None:

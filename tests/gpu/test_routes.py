@@ -29,7 +29,8 @@ from tests.gpu.places import Places
 
 pytestmark = pytest.mark.gpu
 
-WAYS = ("symm_one_shot", "symm_two_shot")
+PUSH = "symm_push"
+WAYS = (PUSH, "symm_one_shot", "symm_two_shot")
 BUFFER = "1MiB"  # routes of up to so much, so that a few MiB are beyond them
 LIMIT_S = 30.0
 START_AND_RUN_S = 240.0
@@ -114,7 +115,7 @@ def sums(context: RankContext, way: str) -> list[str]:
     size, rank, wrong = context.world_size, context.rank, []
     if any("left out" in words for words in group.routes):
         return list(group.routes)
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, *([torch.float16] * (way == PUSH))):
         for count in COUNTS:
             for shift in SHIFTS:
                 for method in ("all_reduce", "all_reduce_in_place", "all_reduce_new"):
@@ -132,7 +133,8 @@ def sums(context: RankContext, way: str) -> list[str]:
                         wrong.append(f"{case}: a neighbour changed")
                     if entered(group, way) != before + 1:
                         wrong.append(f"{case}: another transport carried it")
-    for dtype, count in ((torch.float16, 512), (torch.int64, 512), (torch.bfloat16, 2**20)):
+    elsewhere = [(torch.int64, 512), (torch.bfloat16, 2**20)] + [(torch.float16, 512)] * (way != PUSH)
+    for dtype, count in elsewhere:
         before = entered(group, way)
         result = group.all_reduce(data(rank, count, dtype))
         if not torch.equal(result, total(count, dtype, size)):
@@ -146,7 +148,7 @@ def sums(context: RankContext, way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_of_ordinary_memory(two_places: Places, folder: Path, way: str) -> None:
-    """Given tensors of both dtypes, any length and offset, when they are summed, then values are exact, neighbours
+    """Given tensors of its dtypes, any length and offset, when they are summed, then values are exact, neighbours
     and arguments stay, and the route carries them; other dtypes and longer ones go to the group's backend."""
     assert run(two_places, sums, folder, f"all_reduce={way}:{BUFFER}", way) == [[], []]
 

@@ -83,7 +83,7 @@ class SymmetricTransport(Transport):
         """Of ordinary memory, in pieces of the buffer's size; ``target`` may be ``source``."""
         staging = self._staging[source.dtype]
         given, taken = source.view(-1), target.view(-1)
-        for start, end in _pieces(given.numel(), staging.numel()):
+        for start, end in pieces(given.numel(), staging.numel()):
             part, into = given[start:end], taken[start:end]
             if _is_aligned(part) and _is_aligned(into):
                 self._sum_staged(staging[: end - start], part, into)
@@ -171,7 +171,8 @@ class SymmetricBackend(Backend):
     vendor = "nvidia"
     is_route_only = True
 
-    def __init__(self, name: str, transport: type[SymmetricTransport]) -> None:
+    def __init__(self, name: str, transport: type[SymmetricTransport] | None) -> None:
+        """``transport``: what :meth:`create` makes; None for a backend that has its own."""
         self.name = name
         self._transport = transport
 
@@ -184,25 +185,30 @@ class SymmetricBackend(Backend):
             return Availability.no(f"torch {torch.__version__} lacks torch.ops.symm_mem.{', '.join(missing)}")
         return Availability.yes()
 
-    def create(self, context: GroupContext) -> SymmetricTransport:
-        """Exchange the buffer, and prove with one call that its sum is right."""
-        places = context.exchange("compare places for symmetric memory", this_place(context.device))
-        reason = refusal(places, context.ranks)
-        if reason:
-            raise CommError(reason)
-        group = _group_of(context)
+    def create(self, context: GroupContext) -> Transport:
+        """Exchange the buffer, and prove with calls of each dtype that sums are right."""
+        assert self._transport is not None
+        group = group_of(context)
         size = int(context.options.get(STAGING_OPTION, STAGING_BYTES))
         staging = group.staging(context, self.name, max(_padded(size), _SMALLEST_STAGING_BYTES))
         transport = self._transport(self.name, context, group, staging)
-        _prove(transport, context)
+        prove(transport, context)
         return transport
 
 
 _groups: dict[tuple[tuple[int, ...], str, str], SymmetricGroup] = {}
 
 
-def _group_of(context: GroupContext) -> SymmetricGroup:
-    """That of the same ranks; groups that are used at the same time have one each. It lives as long as the process."""
+def group_of(context: GroupContext) -> SymmetricGroup:
+    """That of the same ranks; groups that are used at the same time have one each. It lives as long as the process.
+
+    Raises:
+        CommError: where the ranks are, there is no symmetric memory; the same text on all.
+    """
+    places = context.exchange("compare places for symmetric memory", this_place(context.device))
+    reason = refusal(places, context.ranks)
+    if reason:
+        raise CommError(reason)
     name = "" if context.shares_communicator else context.name
     key = (context.ranks, str(context.device), name)
     known = context.exchange("look for symmetric memory of the same ranks", key in _groups)
@@ -211,13 +217,19 @@ def _group_of(context: GroupContext) -> SymmetricGroup:
     return _groups[key]
 
 
-def _prove(transport: SymmetricTransport, context: GroupContext) -> None:
-    for dtype in sorted(DTYPES, key=str):
-        ones = torch.ones(VECTOR_BYTES, dtype=dtype, device=context.device)
-        transport.all_reduce(ones)
-        found = ones.tolist()
-        if found != [context.world_size] * VECTOR_BYTES:
-            raise CommError(f"{transport.name}: the sum of 1 over {context.world_size} ranks came out as {found}")
+def prove(transport: Transport, context: GroupContext) -> None:
+    """One call of each dtype, of whole vectors and of an odd length.
+
+    Raises:
+        CommError: a sum is wrong.
+    """
+    for dtype in sorted(transport.capabilities.reducible, key=str):
+        for count in (VECTOR_BYTES, VECTOR_BYTES + 1):
+            ones = torch.ones(count, dtype=dtype, device=context.device)
+            transport.all_reduce(ones)
+            found = ones.tolist()
+            if found != [context.world_size] * count:
+                raise CommError(f"{transport.name}: the sum of 1 over {context.world_size} ranks came out as {found}")
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -231,5 +243,6 @@ def _padded(size: int) -> int:
     return -(-size // VECTOR_BYTES) * VECTOR_BYTES
 
 
-def _pieces(count: int, limit: int) -> Iterator[tuple[int, int]]:
+def pieces(count: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of parts of at most ``limit`` of ``count`` elements."""
     return ((start, min(start + limit, count)) for start in range(0, count, limit))

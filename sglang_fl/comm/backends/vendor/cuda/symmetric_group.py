@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ class SymmetricGroup:
         world_size: number of ranks.
         order: of all calls on its blocks.
         spans: first address and the one after the last, of the blocks handed out as registered memory.
+        kept: by a block's address, what a transport keeps with it for the next one of the same ranks.
     """
 
     def __init__(self, context: GroupContext) -> None:
@@ -35,7 +37,9 @@ class SymmetricGroup:
         self.world_size = context.world_size
         self.order = StreamOrder(context.device)
         self.spans: tuple[tuple[int, int], ...] = ()
+        self.kept: dict[int, Any] = {}
         self._staging: dict[str, torch.Tensor] = {}
+        self._handles: dict[int, Any] = {}
 
     def holds(self, address: int) -> bool:
         """Whether a tensor that begins there lies in a block that was handed out."""
@@ -56,6 +60,21 @@ class SymmetricGroup:
         assert buffer is not None
         return buffer
 
+    def addresses_of(self, block: torch.Tensor) -> tuple[int, list[int]]:
+        """This rank's place among them, and where each rank's block lies, as this process sees it.
+
+        Raises:
+            CommError: torch gave another address than the block's.
+        """
+        handle = self._handles[block.data_ptr()]
+        rank, addresses = int(handle.rank), [int(address) for address in handle.buffer_ptrs]
+        if addresses[rank] != block.data_ptr():
+            raise CommError(
+                f"torch's symmetric memory: a block at {block.data_ptr():#x} has the address {addresses[rank]:#x} "
+                f"for its peers"
+            )
+        return rank, addresses
+
     def _block(self, context: GroupContext, size: int) -> torch.Tensor:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -72,7 +91,7 @@ class SymmetricGroup:
             raise CommError(f"global rank {rank} cannot allocate {size} bytes of symmetric memory: {text}")
         try:
             with _without_multicast():
-                symmetric_memory.rendezvous(block, context.cpu_group)
+                self._handles[block.data_ptr()] = symmetric_memory.rendezvous(block, context.cpu_group)
         except RuntimeError as error:
             raise CommError(f"torch's symmetric memory cannot be exchanged: {_first_line(error)}") from error
         return block
