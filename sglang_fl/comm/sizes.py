@@ -59,7 +59,7 @@ class SizedTransport(Transport):
         """
         if self.memory is None:
             if self._more is None:
-                raise CommError(f"{self.name}: this group was made without routes")
+                raise CommError(f"{self.name}: this group is destroyed, or was made without routes")
             memory = self._more.make_memory()
             base, others, tables = self._more.parts()
             self._transports = (base, *others)
@@ -123,8 +123,10 @@ class SizedTransport(Transport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if self.memory is not None:
-            self.memory.close()
+        self._more = None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
         for transport in self._transports:
             transport.close()
 

@@ -67,7 +67,8 @@ def test_registered_memory_takes_its_own_routes(hostcx: Path) -> None:
 
 def blocks(context: RankContext) -> list[object]:
     """Number of blocks after tensors that fit and that do not, and whether parts of them are recognised."""
-    memory = registered_memory(communicator_of_all(context))
+    communicator = communicator_of_all(context)
+    memory = registered_memory(communicator)
     counts = [len(memory.spans)]
     first = memory.empty(2, 3, dtype=torch.bfloat16)
     counts.append(len(memory.spans))
@@ -75,7 +76,9 @@ def blocks(context: RankContext) -> list[object]:
     counts.append(len(memory.spans))
     told = [memory.holds(tensor.data_ptr()) for tensor in (first, large, large[5:], torch.empty(1))]
     zero = memory.empty(0, dtype=torch.float32)
-    memory.close()
+    communicator.destroy()
+    with pytest.raises(CommError, match="this group is destroyed"):
+        registered_memory(communicator)
     return [counts, told, tuple(first.shape), zero.numel(), memory.holds(first.data_ptr())]
 
 

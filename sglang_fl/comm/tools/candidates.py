@@ -25,7 +25,8 @@ class Route:
         name: the backend's.
         communicator: None if it cannot be used.
         reason: why not; the same text on every rank.
-        has_failed: it said that it is available, and then could not be created.
+        has_failed: it said that it is available, and then could not be created. Not so for a backend of routes alone:
+            whether the ranks' devices reach each other is seen when they come together.
     """
 
     name: str
@@ -86,7 +87,7 @@ def _open(launch: Launch, name: str) -> Route:
     try:
         agreed = agree(context, backends, policy)
     except AgreementError as error:
-        return Route(name, None, str(error), has_failed=True)
+        return Route(name, None, str(error), has_failed=not backends[name].is_route_only)
     return Route(name, CommunicatorFL.from_agreed(context, agreed))
 
 
