@@ -84,6 +84,7 @@ class TimedTransport(Transport):
         self.inner = inner
         self.name = inner.name
         self.extra_bytes = inner.extra_bytes
+        self.registrar = inner.registrar
         self.capabilities = inner.capabilities
         self._group = group
         self._clock = clock

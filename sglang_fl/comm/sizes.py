@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -18,6 +19,9 @@ from sglang_fl.comm.route_table import NATIVE, Table, dtypes_of, table_of
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.config import CommMode, CommRoute, CommRouteOrder, CommSettings, MemoryRule, closest
 from sglang_fl.selection import Policy
+
+if TYPE_CHECKING:
+    from sglang_fl.comm.communicator import CommunicatorFL
 
 logger = logging.getLogger(__name__)
 
@@ -131,30 +135,34 @@ class SizedTransport(Transport):
             transport.close()
 
 
-class _HasTransport(Protocol):
-    """A communicator: what of it :func:`registered_memory` looks at."""
-
-    name: str
-    agreed: Agreed
+# Of groups without routes; those with routes keep their own.
+_memories: WeakKeyDictionary[CommunicatorFL, RegisteredMemory] = WeakKeyDictionary()
 
 
-def registered_memory(communicator: _HasTransport) -> RegisteredMemory:
-    """The registered memory of a communicator in mode fastest.
+def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
+    """The registered memory of a communicator: in mode fastest with the routes that it takes, else of its backend.
 
     All ranks of the group must call it, outside of a capture: the first time it makes the routes that only registered
     memory takes.
 
     Raises:
-        CommError: the communicator has no routes, or none of them makes registered memory.
+        CommError: neither the backend nor a route makes registered memory.
         AgreementError: a rank did not arrive, or a route cannot be used and the policy is strict.
     """
     transport = communicator.agreed.transport
-    if not isinstance(transport, SizedTransport):
-        raise CommError(
-            f"group {communicator.name}: registered memory belongs to routes. Set SGLANG_FL_COMM_MODE=fastest and "
-            f"a route that makes some, such as SGLANG_FL_COMM_ROUTES='all_reduce=symm_two_shot@registered'."
-        )
-    return transport.with_memory()
+    if isinstance(transport, SizedTransport):
+        return transport.with_memory()
+    memory = _memories.get(communicator)
+    if memory is None:
+        registrar = None if transport is None else transport.registrar
+        if registrar is None or not registrar.makes_blocks:
+            raise CommError(
+                f"group {communicator.name}: {communicator.backend} makes no registered memory. Choose FlagCX with "
+                f"SGLANG_FL_DIST_BACKEND=flagcx, or set SGLANG_FL_COMM_MODE=fastest and a route that does, such as "
+                f"SGLANG_FL_COMM_ROUTES='all_reduce=symm_two_shot@registered'."
+            )
+        memory = _memories[communicator] = RegisteredMemory(communicator.context, [registrar])
+    return memory
 
 
 def settings_to_agree_on(settings: CommSettings) -> dict[str, str]:

@@ -118,7 +118,7 @@ def without(context: RankContext) -> str:
 @pytest.mark.parametrize(
     ("mode", "wanted"),
     [
-        ("all", "group tp:0: registered memory belongs to routes. Set SGLANG_FL_COMM_MODE=fastest"),
+        ("all", "group tp:0: torch makes no registered memory. Choose FlagCX with SGLANG_FL_DIST_BACKEND=flagcx"),
         (
             "fastest",
             "group tp:0: none of its routes makes registered memory; route symm_two_shot left out: all ranks: the "
@@ -133,6 +133,23 @@ def test_a_group_without_registered_memory(mode: str, wanted: str) -> None:
     variables = {"SGLANG_FL_DIST_BACKEND": "torch", "SGLANG_FL_COMM_MODE": mode, "SGLANG_FL_COMM_ROUTES": routes}
     texts = run_ranks(without, 2, env=variables)
     assert texts[0] == texts[1] and texts[0].startswith(wanted)
+
+
+def in_mode_all(context: RankContext) -> list[bool]:
+    """Whether a second question finds the same memory, and a sum of it is right."""
+    communicator = communicator_of_all(context)
+    memory = registered_memory(communicator)
+    tensor = memory.empty(1000, dtype=torch.bfloat16).fill_(context.rank + 1)
+    result = communicator.all_reduce(tensor)
+    found = [registered_memory(communicator) is memory, memory.holds(tensor.data_ptr())]
+    found += [result is tensor, torch.equal(tensor, torch.full((1000,), 3.0, dtype=torch.bfloat16))]
+    communicator.destroy()
+    return found
+
+
+def test_memory_of_the_backend_in_mode_all(hostcx: Path) -> None:
+    """Given mode all on FlagCX, then the group has registered memory of its library's, and sums it in place."""
+    assert run_ranks(in_mode_all, 2, env={"FLAGCX_PATH": str(hostcx)}) == [[True] * 4] * 2
 
 
 def strictly(context: RankContext) -> tuple[tuple[str, ...], str]:
