@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_fl.comm.agreement import agree
+from sglang_fl.comm.backends.flagcx.transport import FlagCXTransport
 from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.communicator import group_context
 from sglang_fl.comm.errors import AgreementError, CommError
@@ -150,6 +152,37 @@ def in_mode_all(context: RankContext) -> list[bool]:
 def test_memory_of_the_backend_in_mode_all(hostcx: Path) -> None:
     """Given mode all on FlagCX, then the group has registered memory of its library's, and sums it in place."""
     assert run_ranks(in_mode_all, 2, env={"FLAGCX_PATH": str(hostcx)}) == [[True] * 4] * 2
+
+
+def windows(context: RankContext) -> list[object]:
+    """FlagCX's windows: calls that the library has seen, what it says of blocks, and the error where ranks differ."""
+    communicator = communicator_of_all(context)
+    transport = communicator.agreed.transport
+    assert isinstance(transport, FlagCXTransport)
+    library = ctypes.CDLL(transport.communicator.library.path)
+    library.hostcxCallCountOf.restype = ctypes.c_uint64
+
+    def calls() -> int:
+        return int(library.hostcxCallCountOf(b"flagcxCommWindowRegister"))
+
+    found: list[object] = [calls()]
+    registered_memory(communicator).empty(8, dtype=torch.float32)
+    found.append(calls())
+    block, nothing = torch.zeros(4096, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
+    found += [transport.registrar.adopt(block), calls()]
+    found.append("0 bytes" in transport.registrar.adopt(nothing))
+    with pytest.raises(CommError) as raised:
+        transport.registrar.adopt(nothing if context.rank else block)
+    communicator.destroy()
+    return [*found, str(raised.value)]
+
+
+def test_blocks_are_windows_of_flagcx(hostcx: Path) -> None:
+    """Given registered memory of FlagCX's, then its block becomes a window, one of another's does as well, one that
+    the library refuses everywhere is told with the reason, and one that it refuses on a rank is an error on all."""
+    for *found, text in run_ranks(windows, 2, env={"FLAGCX_PATH": str(hostcx)}):
+        assert found == [0, 1, "", 2, True]
+        assert text.startswith("flagcx: global rank 1 has no registered memory: ")
 
 
 def strictly(context: RankContext) -> tuple[tuple[str, ...], str]:
