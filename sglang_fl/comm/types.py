@@ -170,6 +170,10 @@ class Transport(ABC):
         """What records its calls; more may come with the first transfer between two ranks."""
         return ()
 
+    def transfer_stream(self, operation: Operation, peer: int) -> int | None:
+        """Raw handle of the stream that is behind each such transfer with ``peer``; None where the caller's will be."""
+        return None
+
     def interrupt(self) -> bool:
         """Make a call that another thread waits in end with a CommError soon; False if that cannot be done. Local."""
         return False

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sglang_fl.comm.backends.torch_dist.pairs import Pairs
 from sglang_fl.comm.backends.torch_dist.waiting import BoundedWork, Waiting
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.selection import Availability, Kind
@@ -33,15 +33,9 @@ class TorchTransport(Transport):
     On host memory each is waited for ``context.operation_timeout_s`` seconds at most; on a device torch only enqueues.
     """
 
-    def __init__(self, name: str, context: GroupContext, backwards: dist.ProcessGroup | None = None) -> None:
-        """``backwards``: a group of the same ranks for sends to lower ranks.
-
-        On a device both directions of a pair in one group wait for each other when both sides send first.
-        """
+    def __init__(self, name: str, context: GroupContext) -> None:
+        """Local; what transfers on a device need comes with the first one between two ranks, see :class:`Pairs`."""
         self.name = name
-        self._batches = backwards is not None
-        self._backwards = backwards or context.device_group
-        self._rank = context.rank
         self.capabilities = Capabilities(
             operations=frozenset(Operation),
             reducible=REDUCIBLE,
@@ -52,6 +46,7 @@ class TorchTransport(Transport):
         self._ranks = context.ranks
         self._waiting = Waiting(context.operation_timeout_s)
         self._is_host = context.device.type == "cpu"
+        self._pairs = None if self._is_host else Pairs(name, context)
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
         torch_ranks = dist.get_process_group_ranks(context.device_group)
         is_sorted = list(context.ranks) == torch_ranks
@@ -97,20 +92,25 @@ class TorchTransport(Transport):
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
-        return self._transfer(dist.isend, tensor, dst, self._direction(self._rank, dst))
+        if self._pairs is not None:
+            return self._pairs.send(tensor, dst)
+        return self._started(dist.isend(tensor, self._ranks[dst], group=self._group))
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
-        return self._transfer(dist.irecv, tensor, src, self._direction(src, self._rank))
+        if self._pairs is not None:
+            return self._pairs.recv(tensor, src)
+        return self._started(dist.irecv(tensor, self._ranks[src], group=self._group))
 
-    def _transfer(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Work:
-        if self._batches:
-            # Outside a batch NCCL makes a communicator per pair at first use, which waits for the peer on the host.
-            work: Work = dist.batch_isend_irecv([dist.P2POp(call, tensor, self._ranks[peer], group)])[0]
-            return work
-        started: Work | None = call(tensor, self._ranks[peer], group=group)
-        assert started is not None  # None only for a rank outside the group
-        return BoundedWork(started, self._waiting, is_transfer=True) if self._is_host else started
+    def transfer_stream(self, operation: Operation, peer: int) -> int | None:
+        """See :meth:`Transport.transfer_stream`: sends have one for each receiver."""
+        if self._pairs is None or operation is not Operation.SEND:
+            return None
+        return self._pairs.raw_stream_to(peer)
+
+    def _started(self, work: Work | None) -> Work:
+        assert work is not None  # None only for a rank outside the group
+        return BoundedWork(work, self._waiting, is_transfer=True)
 
     def _finish(self, work: Any) -> None:
         # On a device torch has ordered the stream behind it already.
@@ -122,14 +122,10 @@ class TorchTransport(Transport):
         self._waiting.interrupted = True
         return self._is_host
 
-    def _direction(self, src: int, dst: int) -> dist.ProcessGroup:
-        return self._group if src < dst else self._backwards
-
     def close(self) -> None:
-        """Give up the second group, where there is one."""
-        backwards, self._backwards = self._backwards, self._group
-        if backwards is not self._group and backwards is not None:
-            dist.destroy_process_group(backwards)
+        """Give up the pairs, where there are any."""
+        if self._pairs is not None:
+            self._pairs.close()
 
 
 class TorchBackend(Backend):
@@ -158,20 +154,15 @@ class TorchBackend(Backend):
         )
 
     def create(self, context: GroupContext) -> TorchTransport:
-        """The group exists already; on a device a second one is made for the other direction of transfers."""
-        return TorchTransport(self.name, context, backwards_group(context))
+        """The group exists already; on a device its communicator is made now."""
+        warm_up(context)
+        return TorchTransport(self.name, context)
 
 
-def backwards_group(context: GroupContext) -> dist.ProcessGroup | None:
-    """A second group of the same ranks, for :class:`TorchTransport`; None on a CPU, which needs none.
+def warm_up(context: GroupContext) -> None:
+    """Have torch make the group's communicator while all ranks are here; nothing on a CPU.
 
     All ranks of the group must call it.
     """
-    if context.device.type == "cpu":
-        return None
-    backwards: dist.ProcessGroup = dist.new_group(
-        list(context.ranks), backend=dist.get_backend(context.device_group), use_local_synchronization=True
-    )
-    for group in (context.device_group, backwards):  # makes their communicators while all ranks are here
-        dist.all_reduce(torch.zeros(1, device=context.device), group=group)
-    return backwards
+    if context.device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=context.device), group=context.device_group)

@@ -6,9 +6,8 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
-from sglang_fl.comm.backends.torch_dist import TorchTransport, backwards_group
+from sglang_fl.comm.backends.torch_dist import TorchTransport, warm_up
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.types import Backend, GroupContext
 from sglang_fl.selection import Availability, Kind
@@ -24,8 +23,8 @@ class MyChipTransport(TorchTransport):
     on the current stream. What ``capabilities.operations`` leaves out is carried by torch.distributed on all ranks.
     """
 
-    def __init__(self, name: str, context: GroupContext, backwards: ProcessGroup | None, communicator: Any) -> None:
-        super().__init__(name, context, backwards)
+    def __init__(self, name: str, context: GroupContext, communicator: Any) -> None:
+        super().__init__(name, context)
         self._communicator = communicator
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -73,4 +72,5 @@ class MyChipBackend(Backend):
         if problem:
             raise CommError(problem)
         communicator = my_chip_sdk.Communicator(unique_id, context.world_size, context.rank)
-        return MyChipTransport(self.name, context, backwards_group(context), communicator)
+        warm_up(context)
+        return MyChipTransport(self.name, context, communicator)

@@ -1,0 +1,292 @@
+"""First transfers between ranks of a device's group, where each connection blocks the host until the peer makes it.
+
+Gloo connects otherwise, so what stands for NCCL here is a stand-in over gloo: its first call in each direction blocks
+until the peer makes the same one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sglang_fl.comm import ring
+from sglang_fl.comm.backends.torch_dist import TorchTransport
+from sglang_fl.comm.backends.torch_dist import pairs as pairs_module
+from sglang_fl.comm.backends.torch_dist.pairs import Pairs
+from sglang_fl.comm.backends.torch_dist.sends import SendWork
+from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.recorded import RecordedTransport
+from sglang_fl.comm.types import GroupContext, Operation
+from sglang_fl.testing.ranks import RankContext, run_ranks
+
+_LIMIT_S = 30.0
+_make_gloo = pairs_module.make_pair_group
+
+
+class Blocking:
+    """The stand-in for a pair's group on NCCL."""
+
+    def __init__(self, context: GroupContext, name: str) -> None:
+        self._group = _make_gloo(context, name)
+        self._keys = [f"{name} {place}" for place in range(2)]
+        self._own = context.rank
+        self._is_connected = False
+        self._sent: list[Any] = []  # gloo gives up a send whose work is dropped; NCCL does not
+
+    def send(self, *arguments: Any) -> Any:
+        self._connect()
+        self._sent.append(self._group.send(*arguments))
+        return self._sent[-1]
+
+    def recv(self, *arguments: Any) -> Any:
+        self._connect()
+        return self._group.recv(*arguments)
+
+    def _connect(self) -> None:
+        store = c10d._get_default_store()
+        store.set(self._keys[self._own], "here")
+        while not self._is_connected:
+            self._is_connected = store.check(self._keys)
+            time.sleep(0.001)
+
+
+def _group(context: RankContext, timeout_s: float = _LIMIT_S) -> GroupContext:
+    group = dist.new_group(list(range(context.world_size)), backend="gloo")
+    return GroupContext(
+        name="pp:0",
+        ranks=tuple(range(context.world_size)),
+        rank=context.rank,
+        device=torch.device("cpu"),
+        device_group=group,
+        cpu_group=group,
+        timeout_s=timeout_s,
+    )
+
+
+def _pairs(context: RankContext, timeout_s: float = _LIMIT_S) -> Pairs:
+    pairs_module.make_pair_group = Blocking
+    return Pairs("torch", _group(context, timeout_s))
+
+
+def _message(src: int, dst: int, number: int = 0) -> torch.Tensor:
+    return torch.tensor([src, dst, number])
+
+
+def _receive(pairs: Pairs, src: int) -> list[int]:
+    tensor = torch.zeros(3, dtype=torch.int64)
+    pairs.recv(tensor, src).wait()
+    return list(tensor.tolist())
+
+
+def _to_the_next(context: RankContext) -> None:
+    pairs, rank, size = _pairs(context), context.rank, context.world_size
+    pairs.send(_message(rank, (rank + 1) % size), (rank + 1) % size)
+    previous = (rank - 1) % size
+    assert _receive(pairs, previous) == [previous, rank, 0]
+    pairs.send(_message(rank, previous, 1), previous)  # now connected
+    assert _receive(pairs, (rank + 1) % size) == [(rank + 1) % size, rank, 1]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_send_first(world_size: int) -> None:
+    """Given ranks that were never connected, when each sends to the next before it receives, then all have what was
+    sent, and so has the way back."""
+    run_ranks(_to_the_next, world_size, timeout_s=_LIMIT_S)
+
+
+def _in_own_order(context: RankContext) -> None:
+    pairs, rank = _pairs(context), context.rank
+    others = [(rank + 1) % 3, (rank + 2) % 3]
+    for dst in others:
+        for number in range(3):
+            pairs.send(_message(rank, dst, number), dst)
+    for src in others[:: -1 if rank else 1]:
+        assert [_receive(pairs, src) for _ in range(3)] == [[src, rank, number] for number in range(3)]
+
+
+def test_each_rank_begins_with_another() -> None:
+    """Given three ranks whose first transfers are to different ranks, several each, when they receive in yet other
+    orders, then everything is there in the order in which it was sent."""
+    run_ranks(_in_own_order, 3, timeout_s=_LIMIT_S)
+
+
+def _sends_alone(context: RankContext) -> None:
+    pairs, store = _pairs(context), context.store("sent")
+    if context.rank == 0:
+        work = pairs.send(_message(0, 1), 1)
+        assert not work.is_completed()
+        store.set("returned", "1")
+        work.wait()
+        return
+    store.wait(["returned"])
+    assert _receive(pairs, 0) == [0, 1, 0]
+
+
+def test_a_first_send_does_not_wait_for_the_peer() -> None:
+    """Given a peer that takes part only once the send has returned, when a rank sends first, then it returns, and the
+    peer receives."""
+    run_ranks(_sends_alone, 2, timeout_s=_LIMIT_S)
+
+
+def _nobody_comes(context: RankContext) -> list[str]:
+    pairs, store = _pairs(context, timeout_s=0.5), context.store("done")
+    if context.rank == 1:
+        store.wait(["done"])
+        return []
+    work = pairs.send(_message(0, 1), 1)
+    tensor = torch.zeros(3, dtype=torch.int64)
+    attempts: list[Callable[[], object]] = [
+        work.wait,
+        lambda: pairs.recv(tensor, 1),
+        lambda: pairs.send(tensor, 1),
+    ]
+    texts = []
+    for attempt in attempts:
+        with pytest.raises(CommError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    assert work.is_completed()
+    pairs.close()
+    store.set("done", "1")
+    return texts
+
+
+def test_a_peer_that_never_comes_is_named() -> None:
+    """Given a peer that never takes part, when the limit has passed, then the send's work, a receive and a further send
+    raise with group, backend and both ranks, and the pairs can be closed."""
+    texts = run_ranks(_nobody_comes, 2, timeout_s=_LIMIT_S)[0]
+    assert len(texts) == 3
+    for text in texts:
+        assert text.startswith("group pp:0, torch: no transfer between global ranks 0 and 1: ")
+        assert "global rank(s) [1] did not reach 'the first transfer over torch'" in text
+
+
+def _lifetime(context: RankContext) -> None:
+    pairs = _pairs(context)
+    pairs_module.make_pair_group = _make_gloo
+    before = set(c10d._world.pg_map)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sglang_fl-peer")]
+    if context.rank < 2:
+        work = pairs.send(_message(context.rank, 1 - context.rank), 1 - context.rank)
+        assert _receive(pairs, 1 - context.rank) == [1 - context.rank, context.rank, 0]
+        work.wait()
+    dist.barrier()
+    made = set(c10d._world.pg_map) - before
+    assert len(made) == (2 if context.rank < 2 else 0)
+    assert all(sorted(dist.get_process_group_ranks(group)) == [0, 1] for group in made)
+    pairs.close()
+    pairs.close()
+    assert set(c10d._world.pg_map) == before
+
+
+def test_only_ranks_that_transfer_are_connected() -> None:
+    """Given a group of three, when two of them transfer, then they have a group for each direction and the third has
+    none; closed, which may be done twice, nothing is left."""
+    run_ranks(_lifetime, 3, timeout_s=_LIMIT_S)
+
+
+def _captures(context: RankContext) -> None:
+    pairs, tensor = _pairs(context), torch.zeros(3, dtype=torch.int64)
+    other = 1 - context.rank
+    pairs._is_capturing = lambda: True
+    for call in (pairs.send, pairs.recv):
+        with pytest.raises(CommError, match="first transfer lies in a graph's capture"):
+            call(tensor, other)
+    pairs._is_capturing = lambda: False
+    pairs.send(_message(context.rank, other), other)
+    assert _receive(pairs, other) == [other, context.rank, 0]
+    pairs._is_capturing = lambda: True
+    pairs.send(_message(context.rank, other, 1), other)
+    assert _receive(pairs, other) == [other, context.rank, 1]
+
+
+def test_a_first_transfer_is_not_captured() -> None:
+    """Given a stream under capture, when ranks that are not connected transfer, then an error says so and nothing is
+    begun; once they are connected, they may."""
+    run_ranks(_captures, 2, timeout_s=_LIMIT_S)
+
+
+class DeviceWork:
+    """Stands for torch's work of a send on a device: done when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.waits = 0
+        self.asked = threading.Event()
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def is_completed(self) -> bool:
+        self.asked.set()
+        return self.is_done
+
+
+def test_another_thread_waits_on_the_host() -> None:
+    """Given a send that is not done, when the sender's thread waits, then only its stream does; when another waits,
+    then it blocks until the send is done, and no stream of its waits."""
+    work = DeviceWork()
+    send = SendWork(work, threading.get_ident(), None)
+    send.wait()
+    assert work.waits == 1
+    waiting = threading.Thread(target=send.wait)
+    waiting.start()
+    assert work.asked.wait(_LIMIT_S)
+    assert waiting.is_alive()
+    work.is_done = True
+    waiting.join(_LIMIT_S)
+    assert not waiting.is_alive() and work.waits == 1
+
+
+def test_a_captured_send_is_waited_for_by_its_own_thread() -> None:
+    """Given a send in a capture, when its thread waits, then the stream does; another thread gets an error, and the
+    device is not asked."""
+    work = DeviceWork()
+    SendWork(work, threading.get_ident(), None, is_captured=True).wait()
+    assert work.waits == 1
+    with pytest.raises(CommError, match="use isend"):
+        SendWork(work, threading.get_ident() + 1, None, is_captured=True).wait()
+    assert work.waits == 1 and not work.asked.is_set()
+
+
+class Marking:
+    """Stands for a device's marker: nothing is ever captured, nothing marked."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def here(self) -> None:
+        return None
+
+
+class OwnStream(TorchTransport):
+    """Says that its sends are done on stream 7 and 8."""
+
+    def transfer_stream(self, operation: Operation, peer: int) -> int | None:
+        return 7 + peer if operation is Operation.SEND else None
+
+
+def _rows(context: RankContext) -> list[int]:
+    ring.marker_for = lambda device: Marking()
+    group = _group(context)
+    transport, other = RecordedTransport(OwnStream("torch", group), group), 1 - context.rank
+    work = transport.send(_message(context.rank, other), other)
+    transport.recv(torch.zeros(3, dtype=torch.int64), other).wait()
+    work.wait()
+    streams = {}
+    for recorder in transport.recorders():
+        streams.update({call.operation: call.stream for call in recorder.calls()})
+    return [streams["send"], streams["recv"]]
+
+
+def test_a_send_is_recorded_on_the_stream_behind_it() -> None:
+    """Given a transport with a stream of its own for sends, when it sends and receives, then the send's row has that
+    stream, where the monitor marks it, and the receive's the caller's."""
+    assert run_ranks(_rows, 2, timeout_s=_LIMIT_S) == [[8, 0], [7, 0]]
