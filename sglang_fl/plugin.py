@@ -416,7 +416,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
     from sglang_fl.comm.policy import describe_order, puts_first
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
-    from sglang_fl.sglang_hooks import coordinator, cpu, fused_all_reduce, groups
+    from sglang_fl.sglang_hooks import coordinator, cpu, fused_all_reduce, groups, symmetric_pool
 
     settings = plugin.settings
     data = PLATFORMS.get(plugin.platform or "")
@@ -445,6 +445,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         hooks += state.failure_hooks(has_graphs=plugin.platform == "cuda")
         if plugin.platform == "cuda":
             hooks += fused_all_reduce.hooks(settings.comm.mode)
+            hooks += symmetric_pool.hooks()
         if settings.comm.record and parent_process() is not None:
             # From the start of a scheduler on: SIGUSR1 would end a process that has no handler.
             MONITOR.dump_folder = settings.comm.dump_dir

@@ -38,8 +38,12 @@ class Registrar(Protocol):
             CommError: it cannot be had, on any rank.
         """
 
-    def adopt(self, block: torch.Tensor) -> str:
-        """Register what another registrar made; why that cannot be, or "". All ranks must call it."""
+    def adopt(self, address: int, size: int) -> str:
+        """Register ``size`` bytes that another one made; why that cannot be, or "". All ranks must call it.
+
+        Raises:
+            CommError: it can be on some ranks only, which might then choose different algorithms for one call.
+        """
 
 
 class RegisteredMemory:
@@ -108,7 +112,7 @@ class RegisteredMemory:
         block = maker.block(size)
         for registrar in self._registrars:
             if registrar is not maker:
-                reason = registrar.adopt(block)
+                reason = registrar.adopt(block.data_ptr(), block.numel())
                 self.notes += (f"{registrar.name} takes registered memory as ordinary memory: {reason}",) * bool(reason)
         self._blocks.append(block)
         self._used = 0

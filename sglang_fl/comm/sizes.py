@@ -73,6 +73,10 @@ class SizedTransport(Transport):
             self.memory = memory
         return self.memory
 
+    def registrars(self) -> list[Registrar]:
+        """Those of all transports that are made."""
+        return [] if self._more is None else self._more.registrars()
+
     def names(self) -> list[str]:
         """Of all that may carry a call, the group's backend first."""
         return [transport.name for transport in self._transports]
@@ -163,6 +167,27 @@ def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
             )
         memory = _memories[communicator] = RegisteredMemory(communicator.context, [registrar])
     return memory
+
+
+def adopt_block(communicator: CommunicatorFL, address: int, size: int) -> list[str] | None:
+    """Register memory that somebody else allocated, with every transport that can; why others of those cannot.
+
+    All ranks of the group must call it, for memory that they allocated alike. It stays registered for the process's
+    life. None where no transport of the group registers memory of others.
+
+    Raises:
+        CommError: it is registered on some ranks only; the group must not be used any more.
+    """
+    transport = communicator.agreed.transport
+    if isinstance(transport, SizedTransport):
+        registrars = transport.registrars()
+    else:
+        registrars = [] if transport is None or transport.registrar is None else [transport.registrar]
+    able = [registrar for registrar in registrars if not registrar.needs_own_blocks]
+    if not able:
+        return None
+    reasons = {registrar.name: registrar.adopt(address, size) for registrar in able}
+    return [f"{name}: {reason}" for name, reason in reasons.items() if reason]
 
 
 def settings_to_agree_on(settings: CommSettings) -> dict[str, str]:
@@ -284,8 +309,7 @@ class Routes:
         self.context = replace(self.context, creation_ends_s=None).begun()
         later = [name for name in self.named if not _takes_ordinary(name, self.orders)]
         notes = self.add(later, is_first=False)
-        # First those that make the blocks for all, since they can take no others.
-        registrars = sorted(self._registrars, key=lambda registrar: not registrar.needs_own_blocks)
+        registrars = self.registrars()
         if not any(registrar.makes_blocks for registrar in registrars):
             reasons = "".join(f"; {note}" for note in notes)
             raise CommError(
@@ -295,6 +319,10 @@ class Routes:
         if notes and self.context.rank == 0:
             logger.warning("group %s: %s", self.context.name, "; ".join(notes))
         return RegisteredMemory(self.context, registrars)
+
+    def registrars(self) -> list[Registrar]:
+        """First those that make the blocks for all, since they can take no others."""
+        return sorted(self._registrars, key=lambda registrar: not registrar.needs_own_blocks)
 
     def parts(self) -> tuple[Transport, list[Transport], dict[Operation, Table]]:
         """The group's transport, the others, and the tables over all of them."""

@@ -168,11 +168,11 @@ def windows(context: RankContext) -> list[object]:
     found: list[object] = [calls()]
     registered_memory(communicator).empty(8, dtype=torch.float32)
     found.append(calls())
-    block, nothing = torch.zeros(4096, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
-    found += [transport.registrar.adopt(block), calls()]
-    found.append("0 bytes" in transport.registrar.adopt(nothing))
+    block = torch.zeros(4096, dtype=torch.uint8)
+    found += [transport.registrar.adopt(block.data_ptr(), 4096), calls()]
+    found.append("0 bytes" in transport.registrar.adopt(block.data_ptr(), 0))
     with pytest.raises(CommError) as raised:
-        transport.registrar.adopt(nothing if context.rank else block)
+        transport.registrar.adopt(block.data_ptr(), 0 if context.rank else 4096)
     communicator.destroy()
     return [*found, str(raised.value)]
 

@@ -42,13 +42,12 @@ class WindowRegistrar:
         self._require_none(self._register(address, size))
         return _tensor_at(address, size, self._context.device)
 
-    def adopt(self, block: torch.Tensor) -> str:
+    def adopt(self, address: int, size: int) -> str:
         """See :meth:`Registrar.adopt`."""
         if not self._has_windows:
             return "this release of FlagCX has no windows"
-        problems = self._register(block.data_ptr(), block.numel())
+        problems = self._register(address, size)
         if any(problems) and not all(problems):
-            # Ranks that have the window and ranks that have not might choose different algorithms for one call.
             self._require_none(problems)
         return problems[0]
 

@@ -159,9 +159,9 @@ class SymmetricRegistrar:
         """See :meth:`Registrar.block`."""
         return self._group.registered(self._context, size)
 
-    def adopt(self, block: torch.Tensor) -> str:
+    def adopt(self, address: int, size: int) -> str:
         """See :meth:`Registrar.adopt`: those of the other transport of the same group are its own."""
-        return "" if self._group.holds(block.data_ptr()) else "its kernels reach torch's symmetric memory alone"
+        return "" if self._group.holds(address) else "its kernels reach torch's symmetric memory alone"
 
 
 class SymmetricBackend(Backend):
