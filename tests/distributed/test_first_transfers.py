@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -290,3 +291,103 @@ def test_a_send_is_recorded_on_the_stream_behind_it() -> None:
     """Given a transport with a stream of its own for sends, when it sends and receives, then the send's row has that
     stream, where the monitor marks it, and the receive's the caller's."""
     assert run_ranks(_rows, 2, timeout_s=_LIMIT_S) == [[8, 0], [7, 0]]
+
+
+class GoingOn:
+    """A work as a device's: under way by itself, and that the current stream is to wait for it is noted.
+
+    What was received is then there at once, as for a reader on that stream.
+    """
+
+    def __init__(self, work: Any, device: HandmadeDevice, is_read: bool) -> None:
+        self._device = device
+        self._is_read = is_read
+        self._thread = threading.Thread(target=work.wait, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._device.now().append("waits for the work")
+        if self._is_read:
+            self._thread.join()
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+
+class OnDevice(Blocking):
+    """The stand-in for a pair's group whose works go on by themselves."""
+
+    device: HandmadeDevice
+
+    def send(self, *arguments: Any) -> Any:
+        self.device.now().append("sends")
+        return GoingOn(super().send(*arguments), self.device, is_read=False)
+
+    def recv(self, *arguments: Any) -> Any:
+        self.device.now().append("receives")
+        return GoingOn(super().recv(*arguments), self.device, is_read=True)
+
+
+class HandmadeStream:
+    """A stream: what was enqueued on it, in words."""
+
+    def __init__(self, device: object = None) -> None:
+        self.done: list[str] = []
+
+    def record_event(self) -> str:
+        self.done.append("event")
+        return "event"
+
+    def wait_event(self, event: str) -> None:
+        self.done.append(f"waits for the {event}")
+
+
+class HandmadeDevice:
+    """Stands for torch's module of a device: each thread has a current stream."""
+
+    def __init__(self) -> None:
+        self._current = threading.local()
+        self.default = HandmadeStream()
+        self.Stream = HandmadeStream
+
+    def current_stream(self, device: object = None) -> HandmadeStream:
+        found: HandmadeStream = getattr(self._current, "stream", self.default)
+        return found
+
+    def now(self) -> list[str]:
+        return self.current_stream().done
+
+    def device(self, device: object) -> nullcontext[None]:
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream: HandmadeStream) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+
+def _with_streams(context: RankContext) -> tuple[list[str], list[str]]:
+    pairs, rank, other = _pairs(context), context.rank, 1 - context.rank
+    device = OnDevice.device = HandmadeDevice()
+    pairs_module.make_pair_group = OnDevice
+    pairs._device = device
+    torch.Tensor.record_stream = lambda self, stream: stream.done.append("keeps the tensor")  # type: ignore[method-assign]
+    pairs.send(_message(rank, other), other)
+    assert _receive(pairs, other) == [other, rank, 0]
+    cold = list(pairs._streams[other].done)
+    pairs.send(_message(rank, other, 1), other)
+    assert _receive(pairs, other) == [other, rank, 1]
+    assert pairs._streams[other].done[: len(cold)] == cold
+    return device.default.done, pairs._streams[other].done[-6:]
+
+
+def test_a_send_has_its_stream() -> None:
+    """Given a handmade device, when ranks send cold and then connected, then the queued send is behind what its
+    caller's stream did; a stream of the peer's is behind both sends and keeps their tensors; the caller's never is."""
+    for default, own in run_ranks(_with_streams, 2, timeout_s=_LIMIT_S):
+        assert default == ["event", "receives", "waits for the work", "sends", "receives", "waits for the work"]
+        queued = ["waits for the event", "sends", "waits for the work", "keeps the tensor"]
+        assert own == [*queued, "waits for the work", "keeps the tensor"]
