@@ -1,9 +1,10 @@
 """all_reduce on GPUs: every route side by side, in graphs and on the host, and what mode fastest makes of them.
 
 ``python -m benchmarks comm_gpu`` starts a rank for each GPU of this machine, two at least, with FLAGCX_PATH. Times in
-graphs are of one bf16 call in a CUDA graph of many, by the device's own events; times on the host, of the thread that
-enqueues 1 KiB. In every round each subject is measured once, in turns, and the slowest rank counts. Best is the route
-with the smallest median, of those that take a call of that size and memory; a row is held against its samples.
+graphs are of one bf16 call in a CUDA graph of many, by the device's own events; eager times, of one in a row of as many
+until all are done; times on the host, of the thread that enqueues 1 KiB. In every round each subject is measured once,
+in turns, and the slowest rank counts. Best is the route with the smallest median, of those that take a call of that
+size and memory; a row is held against its samples.
 
 "fastest" has the routes of the platform, or of SGLANG_FL_COMM_ROUTES, with SGLang's custom all_reduce as ``native``.
 """
@@ -94,10 +95,10 @@ def figures(found: Measured) -> Iterator[Figure]:
                 f"the best, {best}",
                 BEST_BAR,
             )
-    for size, samples in found.graph.items():
-        for name in samples:
-            if not name.startswith(FASTEST):
-                yield Figure(f"each alone: graph all_reduce {name}, {in_words(size)}", "us", samples[name])
+    for mode, of_mode in (("graph", found.graph), ("eager", found.eager)):
+        for size, samples in of_mode.items():
+            for name in samples:
+                yield Figure(f"each alone: {mode} all_reduce {name}, {in_words(size)}", "us", samples[name])
     for name, of_host in found.host.items():
         yield Figure(f"each alone: host all_reduce {name}, 1 KiB", "us", of_host)
 

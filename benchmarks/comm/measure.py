@@ -53,12 +53,14 @@ class Measured:
 
     Attributes:
         graph: by size and route; registered memory as ``NAME, registered``.
+        eager: the same, of calls in a row until the last one is done.
         host: by route, of 1 KiB.
         absent: routes that could not be used, with the reason.
         words: what mode fastest does.
     """
 
     graph: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    eager: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     host: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
@@ -71,8 +73,13 @@ def slowest(ranks: Sequence[Measured]) -> Measured:
         return {name: [max(each) for each in zip(*(one[name] for one in samples), strict=True)] for name in samples[0]}
 
     first = ranks[0]
-    graph = {size: joined([rank.graph[size] for rank in ranks]) for size in first.graph}
-    return Measured(graph, joined([rank.host for rank in ranks]), first.absent, first.words)
+    return Measured(
+        graph={size: joined([rank.graph[size] for rank in ranks]) for size in first.graph},
+        eager={size: joined([rank.eager[size] for rank in ranks]) for size in first.eager},
+        host=joined([rank.host for rank in ranks]),
+        absent=first.absent,
+        words=first.words,
+    )
 
 
 def measure(ranks: RankContext, plan: Plan) -> Measured:
@@ -81,47 +88,61 @@ def measure(ranks: RankContext, plan: Plan) -> Measured:
     site = open_site(ranks, device)
     found = Measured(absent=site.absent, words=site.words)
     for size in plan.sizes:
-        found.graph[size] = _graphs(site, plan, size)
+        found.graph[size], found.eager[size] = _of_size(site, plan, size)
     found.host = _hosts(site, plan)
     dist.barrier()
     return found
 
 
-def _graphs(site: Site, plan: Plan, size: int) -> dict[str, list[float]]:
-    """Every route that takes calls of ``size``, with ordinary memory and with registered."""
+def _of_size(site: Site, plan: Plan, size: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """In graphs and eagerly: every route that takes calls of ``size``, with ordinary memory and with registered."""
     count = size // 2
     assert site.registered is not None
     registered = site.registered(count).zero_()
-    subjects: dict[str, Callable[[], float]] = {}
+    several: dict[str, Callable[[], None]] = {}
     for name, route in site.routes.items():
         if not route.takes(size):
             continue
-        subjects[name] = _timer(site, route.call, torch.zeros_like(registered), plan.calls_of(size))
+        several[name] = partial(_call, route.call, torch.zeros_like(registered), plan.calls_of(size))
         if route.call_registered is not None:
-            subjects[name + REGISTERED] = _timer(site, route.call_registered, registered, plan.calls_of(size))
-    return alternate(subjects, plan.rounds)
+            several[name + REGISTERED] = partial(_call, route.call_registered, registered, plan.calls_of(size))
+    calls = plan.calls_of(size)
+    graphs = {name: _graph_timer(site, calling, calls) for name, calling in several.items()}
+    eager = {name: partial(_eager_us, site, calling, calls) for name, calling in several.items()}
+    return alternate(graphs, plan.rounds), alternate(eager, plan.rounds)
 
 
-def _timer(site: Site, call: Call, tensor: torch.Tensor, calls: int) -> Callable[[], float]:
-    """Time of one call of several in a graph, which keeps ``tensor`` alive."""
+def _call(call: Call, tensor: torch.Tensor, calls: int) -> None:
+    for _ in repeat(None, calls):
+        call(tensor)
 
-    def several() -> None:
-        for _ in repeat(None, calls):
-            call(tensor)
 
+def _graph_timer(site: Site, several: Callable[[], None], calls: int) -> Callable[[], float]:
+    """Time of one call of ``several`` in a graph."""
     several()
     if site.context.device.type == "cpu":
-        return lambda: _host_us(site, several, 1) / calls
+        return partial(_eager_us, site, several, calls)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with site.capture(graph):
         several()
-    return lambda: _replay_us(site, graph, calls, tensor)
+    return partial(_replay_us, site, graph, calls)
 
 
-def _replay_us(site: Site, graph: torch.cuda.CUDAGraph, calls: int, tensor: torch.Tensor) -> float:
-    """Of one call on ``tensor`` in a replay. The replay before it brings the ranks together on the device."""
-    start, end = (torch.Event(tensor.device, enable_timing=True) for _ in range(2))
+def _eager_us(site: Site, several: Callable[[], None], calls: int) -> float:
+    """Of one call, until the last one is done."""
+    _meet(site)
+    several()  # brings the ranks closer together than gloo's barrier does
+    _wait(site)
+    before = time.perf_counter_ns()
+    several()
+    _wait(site)
+    return (time.perf_counter_ns() - before) / calls / 1e3
+
+
+def _replay_us(site: Site, graph: torch.cuda.CUDAGraph, calls: int) -> float:
+    """Of one call in a replay. The replay before it brings the ranks together on the device."""
+    start, end = (torch.Event(site.context.device, enable_timing=True) for _ in range(2))
     _meet(site)
     graph.replay()
     start.record()
@@ -164,6 +185,10 @@ def _host_us(site: Site, call: Callable[[], object], calls: int) -> float:
 
 def _meet(site: Site) -> None:
     """All ranks, with nothing left on the device."""
+    _wait(site)
+    dist.barrier(group=site.context.cpu_group)
+
+
+def _wait(site: Site) -> None:
     if site.context.device.type != "cpu":
         torch.cuda.synchronize()
-    dist.barrier(group=site.context.cpu_group)

@@ -108,7 +108,7 @@ class Site:
     def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """A capture, within what SGLang's kernel needs around one."""
         around: AbstractContextManager[Any] = nullcontext() if self._kernel is None else self._kernel.capture()
-        with around, torch.cuda.graph(graph):
+        with around, torch.cuda.graph(graph, capture_error_mode="thread_local"):
             yield
 
 
