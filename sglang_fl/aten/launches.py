@@ -53,12 +53,14 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Launch:
-    """One kernel: how it is launched, and which of its arguments are addresses: place, tensor, bytes into it."""
+    """One kernel: how it is launched, and which of its arguments are addresses: place, tensor, bytes into it.
+
+    arguments: all behind the kernel's handle.
+    """
 
     run: Callable[..., None]
     grid: tuple[int, int, int]
     function: Any
-    packed_metadata: Any
     arguments: tuple[Any, ...]
     addresses: tuple[tuple[int, int, int], ...]
 
@@ -86,8 +88,7 @@ class Plan:
     ) -> None:
         self._allocated = tuple((slot.size, slot.stride, slot.dtype, slot.device) for slot in allocated)
         self._launches = tuple(
-            (launch.run, *launch.grid, launch.function, launch.packed_metadata, launch.arguments, launch.addresses)
-            for launch in launches
+            (launch.run, *launch.grid, launch.function, launch.arguments, launch.addresses) for launch in launches
         )
         self._result = result
         self._device_index = device_index
@@ -104,11 +105,11 @@ class Plan:
             tensors.append(torch.empty_strided(size, stride, dtype=dtype, device=device))
         addresses = [tensor.data_ptr() for tensor in tensors]
         stream = self._stream(self._device_index)
-        for run, x, y, z, function, packed, fixed, places in self._launches:
+        for run, x, y, z, function, fixed, places in self._launches:
             arguments = list(fixed)
             for place, tensor, offset in places:
                 arguments[place] = addresses[tensor] + offset
-            run(x, y, z, stream, function, packed, None, None, None, *arguments)
+            run(x, y, z, stream, function, *arguments)
         found = tensors[self._result.tensor]
         return found if self._result.view is None else found.as_strided(*self._result.view)
 
@@ -249,14 +250,28 @@ def _watched_launches() -> Iterator[list[_Seen]]:
 
 
 def _with_addresses(seen: _Seen, known: Sequence[torch.Tensor]) -> _Launch:
-    arguments = list(seen.arguments)
+    run, head = _launcher(seen.run)
+    # Without the metadata and the hooks of profilers.
+    arguments = [*head, seen.packed_metadata, None, None, None, *seen.arguments]
     addresses = []
     for place, value in enumerate(arguments):
         # A tensor, or FlagGems' own view of one.
         if hasattr(value, "data_ptr"):
             addresses.append((place, *_place_of(value.data_ptr(), known)))
             arguments[place] = None
-    return _Launch(seen.run, seen.grid, seen.function, seen.packed_metadata, tuple(arguments), tuple(addresses))
+    return _Launch(run, seen.grid, seen.function, tuple(arguments), tuple(addresses))
+
+
+def _launcher(run: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What to call in the place of ``run``, and its arguments behind the kernel's handle: Triton's C function where
+    the kernel needs no scratch memory, without the Python around it.
+    """
+    try:
+        if run.global_scratch_size or run.profile_scratch_size:
+            return run, ()
+        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    except AttributeError:
+        return run, ()
 
 
 def _place_of(address: int, known: Sequence[torch.Tensor]) -> tuple[int, int]:

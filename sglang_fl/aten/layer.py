@@ -20,6 +20,7 @@ from sglang_fl.aten.plan import Plan, make_plan
 from sglang_fl.config import AtenProfile, Settings, SourceKind
 
 if TYPE_CHECKING:
+    from sglang_fl.aten.planned import Replacement
     from sglang_fl.aten.sweep.results import Table
 
 logger = logging.getLogger("sglang_fl.aten")
@@ -31,7 +32,9 @@ _lock = threading.Lock()
 _outcome: Outcome | None = None
 # What is registered lives as long as this.
 _library: Any = None
-# What profile verified registers while graphs are captured.
+# What profile verified has registered, with the platform's table.
+_replacement: Replacement | None = None
+# What profile verified registers while graphs are captured, with a list that has no table.
 _in_graphs: tuple[flag_gems.Gems, Plan] | None = None
 
 
@@ -81,13 +84,9 @@ def switch_on(settings: Settings) -> Outcome:
         return _outcome
 
 
-def is_for_graphs(settings: Settings) -> bool:
-    """Whether operators are replaced only in what a graph captures: profile verified with a list that has no table.
-
-    Which calls were measured is then not known, and outside of a graph FlagGems' own launches cost three to ten times
-    PyTorch's on the host. With the platform's table see :mod:`sglang_fl.aten.planned`.
-    """
-    return _is_verified(settings) and stored_table(settings) is None
+def has_part_for_graphs(settings: Settings) -> bool:
+    """Whether other operators are replaced in what a graph captures than outside of it: profile verified."""
+    return _is_verified(settings)
 
 
 def stored_table(settings: Settings) -> Path | None:
@@ -105,6 +104,10 @@ def capturing() -> Iterator[None]:
     """Around the capture of graphs and the calls that warm it up: inside, the operators of profile verified are
     FlagGems'. Nothing changes where the layer is off or replaces operators everywhere.
     """
+    if _replacement is not None:
+        with _replacement.capturing():
+            yield
+        return
     if _in_graphs is None:
         yield
         return
@@ -151,8 +154,8 @@ def _intention(settings: Settings) -> str:
         return f"white list of {len(aten.whitelist)} names"
     if aten.profile is AtenProfile.FULL:
         return "profile full"
-    where = ", inside CUDA graphs" if is_for_graphs(settings) else ", for the calls that were measured"
-    return f"profile verified of {len(aten.verified)} names{where}"
+    where = "inside CUDA graphs" if stored_table(settings) is None else "for the calls that were measured"
+    return f"profile verified of {len(aten.verified)} names, {where}"
 
 
 def _off(settings: Settings, reason: str, *more: str) -> Outcome:
@@ -194,7 +197,7 @@ def _replace_all(settings: Settings, gems: flag_gems.Gems, plan: Plan) -> Outcom
         return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
     if not done:
         return _off(settings, f"FlagGems {gems.version} registered no operator", *plan.unknown, *failed)
-    if is_for_graphs(settings):
+    if _is_verified(settings):
         _take_back()
         _in_graphs = gems, plan
     more = [*plan.unknown, *failed, *_start_records(settings, gems)]
@@ -202,29 +205,35 @@ def _replace_all(settings: Settings, gems: flag_gems.Gems, plan: Plan) -> Outcom
 
 
 def _replace_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, table_file: Path) -> Outcome:
-    """Replace the measured calls of the table's operators."""
-    global _library
-    from sglang_fl.aten import launches, planned
-    from sglang_fl.aten.sweep.results import Table
+    """Replace the measured calls of the table's operators, for good, and more of them in graphs."""
+    global _replacement
+    from sglang_fl.aten import launches
+    from sglang_fl.aten.planned import Replacement
+    from sglang_fl.aten.sweep.results import LEAST_EAGER_GAIN_US, Table
 
     problem = launches.is_supported()
     if problem:
         return _off(settings, f"profile verified keeps FlagGems' launches, and {problem}", *plan.unknown)
     table = Table.read(table_file)
-    library = _library = _CountingLibrary()
     try:
-        # One rank's choice must not tell it apart from the others.
-        planned.register(
-            library, gems, plan.names, table.forms(), exact_only=_world_size() > 1, keeps_plans=not settings.aten.record
+        replacement = Replacement(
+            _CountingLibrary,
+            gems,
+            plan.names,
+            table.forms(),
+            table.eager(),
+            LEAST_EAGER_GAIN_US,
+            exact_only=_world_size() > 1,
+            keeps_plans=not settings.aten.record,
         )
     except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
-        _take_back()
         return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
-    if not library.done:
-        _take_back()
-        return _off(settings, f"no form of {', '.join(plan.names)} was measured", *plan.unknown)
+    if not replacement.in_graphs:
+        replacement.take_back()
+        return _off(settings, f"no call of {', '.join(plan.names)} was measured", *plan.unknown)
+    _replacement = replacement
     more = [*plan.unknown, *_start_records(settings, gems)]
-    return Outcome(True, _report_planned(settings, gems, plan, table, library.done), tuple(more))
+    return Outcome(True, _report_measured(settings, gems, plan, table), tuple(more))
 
 
 def _world_size() -> int:
@@ -232,14 +241,17 @@ def _world_size() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _report_planned(settings: Settings, gems: flag_gems.Gems, plan: Plan, table: Table, done: list[str]) -> str:
+def _report_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, table: Table) -> str:
+    assert _replacement is not None
     mine, recorded = table.call_share()
     origin = table.origin
     called = [name for name in table.called() if name in plan.names]
+    eager = ", ".join(operator.operator for operator in _replacement.eager) or "none"
     parts = [
-        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
-        f"({len(done)} ATen overloads) for the calls that were measured to be right and not slower, {mine} of "
-        f"{recorded} device calls of {origin['model']} that FlagGems has kernels for; called there: {', '.join(called)}"
+        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators for the "
+        f"calls that were measured to be right and not slower, inside CUDA graphs ({len(_replacement.in_graphs)} ATen "
+        f"overloads) and, where it saves more than it costs on the host, outside ({eager}); {mine} of {recorded} "
+        f"device calls of {origin['model']} that FlagGems has kernels for, of {', '.join(called)}"
     ]
     if origin["flag_gems"] != gems.version:
         parts.append(f"measured with FlagGems {origin['flag_gems']}, which this is not")
@@ -307,7 +319,7 @@ def _start_records(settings: Settings, gems: flag_gems.Gems) -> list[str]:
 def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str]) -> str:
     parts = [
         f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
-        f"({len(done)} ATen overloads){' inside CUDA graphs' if is_for_graphs(settings) else ''}"
+        f"({len(done)} ATen overloads){' inside CUDA graphs' if _is_verified(settings) else ''}"
     ]
     if plan.left_out:
         shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")

@@ -1,17 +1,23 @@
-"""Profile verified: measured calls go to FlagGems' kernels by launches that were noted, all others stay PyTorch's."""
+"""Profile verified: measured calls go to FlagGems' kernels, all others stay PyTorch's.
+
+Inside a graph a launch costs nothing on the host, and whatever is not slower on the GPU is taken. Outside, FlagGems'
+launches are noted and kept (:mod:`sglang_fl.aten.launches`), and what is taken must save more GPU time than a kept
+launch costs more on the host than PyTorch's own call.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from sglang_fl.aten.gems import Entry, Gems
 from sglang_fl.aten.launches import ALIGNMENT, Device, NoPlanError, Plan, note, tensors_of
-from sglang_fl.aten.sweep.forms import Forms, form_of_call
+from sglang_fl.aten.sweep.forms import NOT_SLOWER, Forms, form_of_call
 
 logger = logging.getLogger("sglang_fl.aten")
 
@@ -20,75 +26,125 @@ MOST_CALLS = 1024
 # A call is noted when it comes for so many times: what comes once, a prefill of one length, is PyTorch's.
 NOTED_AT = 2
 _noting = threading.local()
-_OwnWay = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_Way = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class AcceleratorDevice:
     """The runtime of the device that PyTorch was built for: CUDA, or what answers to the same names."""
 
     def __init__(self) -> None:
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self.index: Callable[[], int] = torch._C._cuda_getDevice
         self.is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
-    def stream(self, index: int) -> int:
-        """See :class:`Device`."""
-        return self._raw_stream(index)
 
+class Replacement:
+    """Puts operators of one process under PyTorch's: some from now on, and more while graphs are captured.
 
-def register(
-    library: Any, gems: Gems, names: Collection[str], forms: Forms, *, exact_only: bool, keeps_plans: bool
-) -> list[PlannedOperator]:
-    """Put a :class:`PlannedOperator` in the place of each ATen operator of FlagGems' functions ``names`` that has a
-    form; ``library`` holds them. The device must be set.
-    """
-    device = AcceleratorDevice()
-    known = forms.operators()
-    chosen = [entry for entry in gems.entries if entry.name in names and entry.key in known]
-    made = []
-    for entry in chosen:
-        own = torch.library.get_kernel(f"aten::{entry.key}", gems.dispatch_key)
-        operator = PlannedOperator(entry, own, forms, device, exact_only, keeps_plans)
-        library.impl(entry.key, operator, gems.dispatch_key, with_keyset=True)
-        made.append(operator)
-    return made
+    The device must be set before.
 
-
-class PlannedOperator:
-    """Stands for one ATen operator on the device.
-
-    Per call of equal shapes, strides, dtypes, alignment and plain arguments it is decided once which way it goes: to
-    FlagGems' kernels, if the table's forms hold it, or to PyTorch's own. Nothing is noted while a stream is captured:
-    a call that was not seen before is then PyTorch's, and SGLang runs each batch size before it captures it.
+    new_library: makes a ``torch.library.Library`` of aten implementations.
+    names: FlagGems' functions that may be replaced. eager: the ATen operators that are outside of graphs as well.
+    exact_only: take only forms whose values are PyTorch's bit for bit. Ranks that compute the same must not be told
+        apart by what one of them could not note.
+    keeps_plans: False to call FlagGems' function each time, so that it can be recorded.
     """
 
     def __init__(
-        self, entry: Entry, own: Any, forms: Forms, device: Device, exact_only: bool, keeps_plans: bool = True
+        self,
+        new_library: Callable[[], Any],
+        gems: Gems,
+        names: Collection[str],
+        forms: Forms,
+        eager: Collection[str],
+        least_gain_us: float,
+        *,
+        exact_only: bool,
+        keeps_plans: bool,
+    ) -> None:
+        self._new_library = new_library
+        self._dispatch_key = gems.dispatch_key
+        device = AcceleratorDevice()
+        entries = [entry for entry in gems.entries if entry.name in names]
+        in_graphs, outside = forms.least_sizes(), forms.least_sizes(least_gain_us)
+        own = {entry.key: torch.library.get_kernel(f"aten::{entry.key}", self._dispatch_key) for entry in entries}
+        self.in_graphs = [
+            GraphOperator(entry, own[entry.key], forms, device, exact_only)
+            for entry in entries
+            if entry.key in in_graphs
+        ]
+        kind = PlannedOperator if keeps_plans else EagerOperator
+        self.eager = [
+            kind(entry, own[entry.key], forms, device, exact_only, least_gain_us, outside[entry.key])
+            for entry in entries
+            if entry.key in eager and entry.key in outside
+        ]
+        self._library = self._registered(self.eager)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, the operators are those for graphs."""
+        self._library._destroy()
+        self._library = self._registered(self.in_graphs)
+        try:
+            yield
+        finally:
+            self._library._destroy()
+            self._library = self._registered(self.eager)
+
+    def take_back(self) -> None:
+        """PyTorch's own operators again, for good."""
+        self._library._destroy()
+
+    def _registered(self, operators: Sequence[ReplacedOperator]) -> Any:
+        library = self._new_library()
+        try:
+            for operator in operators:
+                library.impl(operator.operator, operator, self._dispatch_key, with_keyset=True)
+        except Exception:
+            library._destroy()
+            raise
+        return library
+
+
+class ReplacedOperator:
+    """Stands for one ATen operator on the device, and decides once for calls of equal shapes, strides, dtypes,
+    alignment and plain arguments which way they go.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        own: Any,
+        forms: Forms,
+        device: Device,
+        exact_only: bool,
+        least_gain_us: float = NOT_SLOWER,
+        least_size: int = 1,
     ) -> None:
         """
         own: PyTorch's kernel, as ``torch.library.get_kernel`` gives it.
-        exact_only: take forms only whose values are PyTorch's bit for bit. Ranks that compute the same must not be
-            told apart by what one of them could not note.
-        keeps_plans: False to call FlagGems' function each time, so that it can be recorded.
+        least_gain_us: what FlagGems must save on the GPU. least_size: calls whose first tensor has fewer elements
+            are PyTorch's at once.
         """
         base, _, overload = entry.key.partition(".")
         schema = getattr(getattr(torch.ops.aten, base), overload or "default")._schema
         self.operator = entry.key
         self._function = entry.function
-        self._own = own
+        self._own = own.call_boxed
         self._forms = forms
         self._device = device
         self._exact_only = exact_only
-        self._keeps_plans = keeps_plans
-        self._is_tensor = [str(argument.type) == "Tensor" for argument in schema.arguments]
+        self._least_gain_us = least_gain_us
+        self._least_size = least_size
+        self._tensor_places = [place for place, one in enumerate(schema.arguments) if str(one.type) == "Tensor"]
         self._changed = [
             place
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         self._front = _Front(base)
-        self._ways: dict[tuple[Any, ...], Plan | _OwnWay] = {}
-        self._seen: dict[tuple[Any, ...], int] = {}
+        self._ways: dict[tuple[Any, ...], Plan | _Way] = {}
         self._lock = threading.Lock()
         self._said: set[str] = set()
         # Read in each call.
@@ -96,12 +152,14 @@ class PlannedOperator:
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         """What PyTorch's dispatcher calls."""
+        if args and isinstance(args[0], torch.Tensor) and args[0].numel() < self._least_size:
+            return self._hand_back(keyset, args, kwargs)
         tensors: list[torch.Tensor] = []
         key: list[Any] = [self._device_index()]
         for value in args:
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
-                key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.get_device())
+                key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.is_cuda)
             else:
                 _add_to_key(key, tensors, value)
         for name, value in kwargs.items():
@@ -115,36 +173,93 @@ class PlannedOperator:
             return way(tensors)
         return way(keyset, args, kwargs)
 
-    def plans(self) -> int:
+    def taken(self) -> int:
         """How many kinds of calls go to FlagGems."""
-        return sum(isinstance(way, Plan) or way == self._call_function for way in self._ways.values())
+        return sum(way != self._hand_back for way in self._ways.values())
 
     def _decide(
         self, key: tuple[Any, ...], tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Plan | _OwnWay:
-        own: _OwnWay = self._front if self._has_number_as_tensor(args) else self._call_own
+    ) -> Plan | _Way:
         if getattr(_noting, "is_on", False):
-            return own
+            return self._hand_back
         if not self._takes(tensors, args, kwargs):
-            return self._keep(key, own)
-        if not self._keeps_plans:
-            return self._keep(key, self._call_function)
-        if self._device.is_capturing():
-            return own
-        with self._lock:
-            self._seen[key] = self._seen.get(key, 0) + 1
-            if self._seen[key] < NOTED_AT:
-                _forget_oldest(self._seen)
-                return own
-            del self._seen[key]
-        return self._keep(key, self._noted(args, kwargs) or own)
+            return self._keep(key, self._hand_back)
+        return self._taken(key, args, kwargs)
+
+    def _taken(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | _Way:
+        return self._keep(key, self._call_function)
 
     def _takes(self, tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         here = self._device.index()
         if not tensors or any(tensor.get_device() != here for tensor in tensors):
             return False
         call = form_of_call(self.operator, args, kwargs)
-        return call is not None and self._forms.take(call, self._exact_only)
+        return call is not None and self._forms.take(call, self._least_gain_us, self._exact_only)
+
+    def _keep(self, key: tuple[Any, ...], way: Plan | _Way) -> Plan | _Way:
+        with self._lock:
+            self._ways[key] = way
+            _forget_oldest(self._ways)
+        return way
+
+    def _hand_back(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place in self._tensor_places:
+            if place < len(args) and not isinstance(args[place], torch.Tensor):
+                return self._front(args, kwargs)
+        return self._own(keyset, *args, **kwargs)
+
+    def _say(self, problem: str) -> None:
+        if problem not in self._said:
+            self._said.add(problem)
+            logger.warning("[sglang_fl] layer 1, ATen operators: %s is PyTorch's own: %s", self.operator, problem)
+
+    def _call_function(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class GraphOperator(ReplacedOperator):
+    """While graphs are captured, and in the calls that warm them up: FlagGems' function itself, whose launches a graph
+    keeps. What was not called before the capture is PyTorch's: nothing is compiled in a capture.
+    """
+
+    def _taken(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | _Way:
+        if self._device.is_capturing():
+            return self._hand_back
+
+        def first(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            try:
+                result = self._function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported
+                self._say(_raised(error))
+                self._keep(key, self._hand_back)
+                return self._hand_back(keyset, args, kwargs)
+            self._keep(key, self._call_function)
+            return result
+
+        return first
+
+
+class EagerOperator(ReplacedOperator):
+    """Outside of graphs, by FlagGems' function each time: slow on the host, and seen by its records."""
+
+
+class PlannedOperator(ReplacedOperator):
+    """Outside of graphs, by launches that are kept. Nothing is noted while a stream is captured."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._seen: dict[tuple[Any, ...], int] = {}
+
+    def _taken(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | _Way:
+        if self._device.is_capturing():
+            return self._hand_back
+        with self._lock:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if self._seen[key] < NOTED_AT:
+                _forget_oldest(self._seen)
+                return self._hand_back
+            del self._seen[key]
+        return self._keep(key, self._noted(args, kwargs) or self._hand_back)
 
     def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         written = [args[place] for place in self._changed if place < len(args)]
@@ -157,31 +272,10 @@ class PlannedOperator:
         except NoPlanError as error:
             self._say(f"its launches cannot be kept: {error}")
         except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
-            self._say(f"FlagGems' function raised {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self._say(_raised(error))
         finally:
             _noting.is_on = False
         return None
-
-    def _say(self, problem: str) -> None:
-        if problem not in self._said:
-            self._said.add(problem)
-            logger.warning("[sglang_fl] layer 1, ATen operators: %s is PyTorch's own: %s", self.operator, problem)
-
-    def _keep(self, key: tuple[Any, ...], way: Plan | _OwnWay) -> Plan | _OwnWay:
-        with self._lock:
-            self._ways[key] = way
-            _forget_oldest(self._ways)
-        return way
-
-    def _has_number_as_tensor(self, args: Sequence[Any]) -> bool:
-        pairs = zip(args, self._is_tensor, strict=False)
-        return any(is_tensor and not isinstance(value, torch.Tensor) for value, is_tensor in pairs)
-
-    def _call_own(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._own.call_boxed(keyset, *args, **kwargs)
-
-    def _call_function(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._function(*args, **kwargs)
 
 
 class _Front:
@@ -195,7 +289,7 @@ class _Front:
         self._function: Any = getattr(torch, base.rstrip("_"), None)
         self._is_in_place = base.endswith("_")
 
-    def __call__(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._function(*args, **kwargs, out=args[0] if self._is_in_place else self._new(args))
 
     def _new(self, args: tuple[Any, ...]) -> torch.Tensor:
@@ -209,7 +303,7 @@ class _Front:
 def _add_to_key(key: list[Any], tensors: list[torch.Tensor], value: Any) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.get_device())
+        key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.is_cuda)
     elif isinstance(value, (list, tuple)):
         key.append(len(value))
         for item in value:
@@ -217,6 +311,10 @@ def _add_to_key(key: list[Any], tensors: list[torch.Tensor], value: Any) -> None
     else:
         # 1, 1.0 and True are equal, 0.0 and -0.0 as well, and mean different calls.
         key += (type(value), value.hex() if isinstance(value, float) else value)
+
+
+def _raised(error: Exception) -> str:
+    return f"FlagGems' function raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _forget_oldest(kept: dict[tuple[Any, ...], Any]) -> None:

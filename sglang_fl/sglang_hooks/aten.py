@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_fl.aten.layer import Outcome, capturing, is_for_graphs, switch_on
+from sglang_fl.aten.layer import Outcome, capturing, has_part_for_graphs, switch_on
 from sglang_fl.config import Settings
 from sglang_fl.sglang_hooks.registration import Hook, HookKind
 
@@ -32,7 +32,7 @@ def hooks(settings: Settings, report: Callable[[Outcome], None]) -> list[Hook]:
             report(outcome)
 
     found = [Hook(AFTER_DEVICE, switch_on_after_device, HookKind.AFTER)]
-    return [*found, Hook(CAPTURE, _capture)] if is_for_graphs(settings) else found
+    return [*found, Hook(CAPTURE, _capture)] if has_part_for_graphs(settings) else found
 
 
 def _capture(original: Callable[..., None], self: Any) -> None:

@@ -18,10 +18,11 @@ from triton.compiler.compiler import CompiledKernel
 from sglang_fl.aten import planned
 from sglang_fl.aten.gems import Entry
 from sglang_fl.aten.launches import NoPlanError, is_supported, note
-from sglang_fl.aten.planned import PlannedOperator
-from sglang_fl.aten.sweep.forms import Forms, Measured, form_of_call, form_of_text
+from sglang_fl.aten.planned import EagerOperator, GraphOperator, PlannedOperator, ReplacedOperator
+from sglang_fl.aten.sweep.forms import NOT_SLOWER, Forms, Measured, form_of_call, form_of_text
 
 ON_HOST = -1
+SLOWER = float("-inf")
 
 
 class HostDevice:
@@ -42,9 +43,9 @@ class HostDevice:
         return self.capturing
 
 
-def measured(call: str, *, right: bool = True, exact: bool = True, slower: bool | None = False) -> Measured:
+def measured(call: str, *, right: bool = True, exact: bool = True, gain_us: float | None = 9.0) -> Measured:
     """One call of a table."""
-    return Measured(call, right, exact, slower)
+    return Measured(call, right, exact, gain_us)
 
 
 class TestForms:
@@ -84,7 +85,9 @@ class TestForms:
 
     def test_the_nearest_measured_sizes_decide(self) -> None:
         """Given sizes 10 (good), 100 (slower) and 1000 (good), then what lies beside 100 is not taken."""
-        forms = Forms([measured(f"cumsum(int32 {size}, 0)", slower=size == 100) for size in (10, 100, 1000)])
+        forms = Forms(
+            [measured(f"cumsum(int32 {size}, 0)", gain_us=SLOWER if size == 100 else 9.0) for size in (10, 100, 1000)]
+        )
         taken = {size: forms.take(form_of_text(f"cumsum(int32 {size}, 0)")) for size in (1, 10, 50, 100, 500, 1000)}
         assert taken == {1: True, 10: True, 50: False, 100: False, 500: False, 1000: True}
         assert forms.take(form_of_text("cumsum(int32 16000, 0)"))
@@ -94,11 +97,10 @@ class TestForms:
         """Given a wrong probe beside good sizes, or probes alone, or an empty call, then none is taken."""
         call = form_of_text("cumsum(int32 10, 0)")
         assert not Forms([measured("cumsum(int32 10, 0)"), measured("cumsum(int32 4, 0)", right=False)]).take(call)
-        assert not Forms([measured("cumsum(int32 10, 0)", slower=None)]).take(call)
+        assert not Forms([measured("cumsum(int32 10, 0)", gain_us=None)]).take(call)
         forms = Forms([measured("cumsum(int32 10, 0)"), measured("cumsum(int32 0, 0)", right=False)])
         assert forms.take(call)
         assert not forms.take(form_of_text("cumsum(int32 0, 0)"))
-        assert not Forms([measured("arange.start(0, 9, device=accelerator)")]).operators() & {"cumsum"}
         assert not Forms([measured("arange(9)")]).take(form_of_text("arange(9)"))
 
     def test_only_exact_forms_where_ranks_must_agree(self) -> None:
@@ -106,6 +108,15 @@ class TestForms:
         forms = Forms([measured("cumsum(float32 9, 0)", exact=False)])
         assert forms.take(form_of_text("cumsum(float32 9, 0)"))
         assert not forms.take(form_of_text("cumsum(float32 9, 0)"), exact_only=True)
+
+    def test_what_must_save_more_is_taken_where_both_neighbours_save_it(self) -> None:
+        """Given gains of 1 us at 10 elements and 9 us at 100 and 1000, when 5 us are asked for, then from 100 on."""
+        rows = [measured("cumsum(int32 10, 0)", gain_us=1.0), measured("ge.Tensor(int32 7, int32 1)", gain_us=9.0)]
+        forms = Forms([*rows, *(measured(f"cumsum(int32 {size}, 0)") for size in (100, 1000))])
+        taken = {size: forms.take(form_of_text(f"cumsum(int32 {size}, 0)"), 5.0) for size in (10, 50, 100, 500)}
+        assert taken == {10: False, 50: False, 100: True, 500: True}
+        assert forms.least_sizes(5.0) == {"cumsum": 100, "ge.Tensor": 7}
+        assert forms.least_sizes() == {"cumsum": 10, "ge.Tensor": 7}
 
 
 class Kernel:
@@ -154,6 +165,9 @@ def add(kernel: Kernel) -> Callable[..., torch.Tensor]:
 def tensor(*values: int) -> torch.Tensor:
     """int64."""
     return torch.tensor(values, dtype=torch.int64)
+
+
+TENSOR_OF_BEFORE: torch.Tensor = tensor(3, 4)
 
 
 class TestPlan:
@@ -211,7 +225,7 @@ class TestPlan:
             ),
             (lambda kernel: lambda left, right: left, "launched no kernel"),
             (lambda kernel: lambda left, right: (add(kernel)(left, right), left), "returns a tuple"),
-            (lambda kernel: lambda left, right: add(kernel)(left, tensor_of_before), "neither an argument nor"),
+            (lambda kernel: lambda left, right: add(kernel)(left, TENSOR_OF_BEFORE), "neither an argument nor"),
         ],
     )
     def test_what_cannot_be_repeated_is_refused(self, kernel: Kernel, change: Any, reason: str) -> None:
@@ -236,7 +250,6 @@ class TestPlan:
         assert CompiledKernel.run is before
 
 
-tensor_of_before = tensor(3, 4)
 FORM = "add.Tensor(int64 2, int64 2)"
 
 
@@ -247,16 +260,24 @@ def device() -> HostDevice:
 
 
 @pytest.fixture
-def put() -> Iterator[Callable[..., PlannedOperator]]:
-    """Puts a planned operator under PyTorch's, on the host; the test's end takes it away."""
+def put() -> Iterator[Callable[..., ReplacedOperator]]:
+    """Puts a replaced operator under PyTorch's, on the host; the test's end takes it away."""
     libraries: list[Any] = []
 
-    def register(key: str, function: Any, forms: Forms, device: HostDevice, **options: Any) -> PlannedOperator:
+    def register(
+        key: str,
+        function: Any,
+        forms: Forms,
+        device: HostDevice,
+        kind: type[ReplacedOperator] = PlannedOperator,
+        exact_only: bool = False,
+        least_gain_us: float = NOT_SLOWER,
+        least_size: int = 1,
+    ) -> ReplacedOperator:
         own = torch.library.get_kernel(f"aten::{key}", "CPU")
-        operator = PlannedOperator(
-            Entry(key, "of the test", function), own, forms, device, options.pop("exact_only", False), **options
-        )
-        libraries.append(torch.library.Library("aten", "IMPL"))
+        entry = Entry(key, "of the test", function)
+        operator = kind(entry, own, forms, device, exact_only, least_gain_us, least_size)
+        libraries.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]  # torch has no types here
         libraries[-1].impl(key, operator, "CPU", with_keyset=True)
         return operator
 
@@ -278,7 +299,7 @@ class TestOperator:
                 launches.append(len(kernel.launches))
         # Noting launches the two kernels, and again to compare; then for the call itself.
         assert launches == [0, 6, 8, 10]
-        assert operator.plans() == 1
+        assert operator.taken() == 1
 
     @pytest.mark.parametrize(
         "call",
@@ -300,7 +321,7 @@ class TestOperator:
             right = call()
             operator = put("add.Tensor", add(kernel), Forms([measured(FORM)]), device)
             assert [call() for _ in range(4)] == [right] * 4
-        assert not kernel.launches or operator.plans() == 1
+        assert not kernel.launches or operator.taken() == 1
 
     def test_a_number_in_place_stays_in_place(self, put: Any, device: HostDevice) -> None:
         """Given add_ with a number, not measured, when called, then the tensor itself is changed, in its dtype."""
@@ -373,11 +394,52 @@ class TestOperator:
             calls.append(1)
             return left.clone()
 
-        put("add.Tensor", function, Forms([measured(FORM)]), device, keeps_plans=False)
+        put("add.Tensor", function, Forms([measured(FORM)]), device, kind=EagerOperator)
         with torch.inference_mode():
             for _ in range(3):
                 assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [1, 2]
         assert len(calls) == 3
+
+    def test_a_graph_has_the_function_itself(self, put: Any, device: HostDevice) -> None:
+        """Given a graph's operator, when warmed up and captured, then FlagGems' function is called each time; what the
+        warm-up did not call is PyTorch's in the capture."""
+        calls = []
+
+        def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return left.clone()
+
+        forms = Forms([measured(FORM), measured("add.Tensor(int64 3, int64 3)")])
+        put("add.Tensor", function, forms, device, kind=GraphOperator)
+        with torch.inference_mode():
+            for device.capturing in (False, False, True):
+                assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [1, 2]
+            assert torch.add(tensor(1, 2, 3), tensor(1, 1, 1)).tolist() == [2, 3, 4]
+        assert len(calls) == 3
+
+    def test_a_graphs_function_that_raises_leaves_the_call_to_pytorch(
+        self, put: Any, device: HostDevice, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Given a FlagGems that raises in the warm-up, when called and captured, then values are PyTorch's."""
+
+        def fails(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no such kernel")
+
+        put("add.Tensor", fails, Forms([measured(FORM)]), device, kind=GraphOperator)
+        with torch.inference_mode(), caplog.at_level(logging.WARNING):
+            for device.capturing in (False, False, True):
+                assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [2, 3]
+        assert len(caplog.records) == 1
+
+    def test_small_calls_are_pytorchs_at_once(self, put: Any, kernel: Kernel, device: HostDevice) -> None:
+        """Given a least size, when smaller calls come, with tensors or a number, then nothing is kept of them."""
+        operator = put("add.Tensor", add(kernel), Forms([measured(FORM)]), device, least_size=3)
+        with torch.inference_mode():
+            for _ in range(3):
+                assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [2, 3]
+                assert torch.add(tensor(1, 2), 1).tolist() == [2, 3]
+        assert not kernel.launches
+        assert operator.taken() == 0
 
     def test_what_is_kept_is_bounded(
         self, put: Any, kernel: Kernel, device: HostDevice, monkeypatch: pytest.MonkeyPatch
@@ -392,4 +454,4 @@ class TestOperator:
                     for _ in range(3):
                         ones = torch.ones(size, dtype=torch.int64)
                         assert torch.add(ones, ones).tolist() == [2] * size
-        assert operator.plans() == 3
+        assert operator.taken() == 3

@@ -183,18 +183,37 @@ class TestErrors:
 class TestRule:
     """Which operators are good."""
 
-    def test_more_than_a_tenth_of_slow_calls_excludes_the_operator(self) -> None:
-        """Given 9 calls of 10 at 0.5 x, then the operator is good for those; with 8 of 10 it is excluded."""
-        for good, verified in ((9, ["softmax"]), (8, [])):
+    def test_in_graphs_the_calls_that_are_not_slower_are_taken(self) -> None:
+        """Given a call at 0.5 x and a larger one over the limit, then the operator is good for the first alone."""
+        slow = result("softmax", ratio=ALLOWED_RATIO + 0.001, phases="decode_8:3", calls=3, size=1000)
+        table = Table(ORIGIN, [result("softmax", ratio=0.5), slow, result("cat", ratio=ALLOWED_RATIO)])
+        assert table.verified() == ["cat", "softmax"]
+        assert table.call_share() == (4, 7)
+        assert "1.021 x" in table.excluded()["softmax"][0]
+        assert Table(ORIGIN, [slow]).verified() == []
+
+    def test_outside_of_graphs_all_calls_together_must_save_more_than_they_cost(self) -> None:
+        """Given a prefill call that saves 50 us and many small ones, then the small ones' number decides."""
+        for small, eager in ((10, ["sort"]), (100, [])):
             rows = [
-                result("softmax", ratio=0.5, calls=good),
-                result("softmax", ratio=ALLOWED_RATIO + 0.001, calls=10 - good, size=1000),
+                result("sort", ratio=0.5, phases="prefill_4096:1", size=1000),
+                result("sort", ratio=0.99, phases=f"decode_1_replay:{small}", calls=small),
             ]
             table = Table(ORIGIN, rows)
-            assert table.verified() == verified
-            assert table.call_share() == (good if verified else 0, 10)
-            assert "1.021 x" in table.excluded()["softmax"][0]
-        assert Table(ORIGIN, [result("cat", ratio=ALLOWED_RATIO)]).verified() == ["cat"]
+            assert table.eager() == eager
+            assert table.verified() == eager
+            assert table.called() == eager
+        assert Table(ORIGIN, [result("sort", ratio=0.97, phases="prefill_4096:1")]).eager() == []
+
+    def test_a_steps_calls_are_told_from_those_of_its_replay_and_of_sampling(self) -> None:
+        """Given phases, then a graph holds a step's calls less the replay's; the rest is outside."""
+        one = result("cat", phases="decode_1:5 decode_1_replay:2 decode_1_sampled:7 prefill_4096:3")
+        assert (one.calls_in_graphs(), one.eager_calls()) == (3, 7)
+        assert result("cat", phases="empty_decode_8:4").calls_in_graphs() == 4
+
+    def test_matrix_products_are_never_taken(self) -> None:
+        """Given an mm that is faster, then it is not taken: its time follows its shape, not its size."""
+        assert Table(ORIGIN, [result("mm", ratio=0.5)]).verified() == []
 
     def test_garbled_values_exclude_all_forms_and_a_failure_on_nothing_none(self) -> None:
         """Given a garbled value in another form, then the operator is out; a failure on an empty tensor leaves it."""
@@ -255,7 +274,7 @@ class TestMerging:
 
     def test_the_slower_measurement_of_a_call_counts(self) -> None:
         """Given two tables, when merged, then an operator must be good in both, and shares are of the own recording."""
-        own = Table(ORIGIN | {"recorded_on": "NVIDIA H200"}, [result("cat", phases="decode_1:2", ratio=0.9)])
+        own = Table(ORIGIN | {"recorded_on": "NVIDIA H200"}, [result("cat", ratio=0.9)])
         host = Table(
             ORIGIN | {"recorded_on": "host"},
             [result("cat", phases="decode_1:5", ratio=1.5), result("relu", phases="decode_1:7")],
@@ -430,6 +449,9 @@ def result(function: str, **changes: object) -> Result:
     """A good result, with changes."""
     values: dict[str, object] = {
         "reference": "float64", "torch_error": 1.0, "gems_error": 1.0, "allowed_error": 2.0, "ratio": 1.0, "calls": 2,
+        "phases": "decode_1:2", "torch_us": 100.0,
     }  # fmt: skip
     call = f"{function}(float32 {changes.pop('size', 4)})"
-    return Result(function, function, call, **({"phases": ""} | values | changes))  # type: ignore[arg-type]
+    values |= changes
+    values.setdefault("gems_us", 100.0 * values["ratio"])  # type: ignore[operator]  # a number
+    return Result(function, function, call, **values)  # type: ignore[arg-type]

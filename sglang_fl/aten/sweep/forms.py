@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,8 @@ from sglang_fl.aten.sweep.cases import ACCELERATOR, Case, encode
 
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*) (?P<shape>scalar|\d+(?:x\d+)*)(?P<strides> strides \[[\d, ]*\])?")
 _NAMED = re.compile(r"(?P<name>[a-z_]\w*)=(?P<value>.*)", re.DOTALL)
+# The least gain of what may be a little slower, as the rule of the table allows.
+NOT_SLOWER = -sys.float_info.max
 # So many times the largest measured size is taken to behave as that; batches grow, and kernels change with size.
 _BEYOND = 16
 # Arguments of these types are data, as a tensor's elements are: their values do not make another form.
@@ -26,11 +29,13 @@ _NUMBER_TYPES = {True: "float", False: "int"}
 class CallForm:
     """A call without its sizes: dtypes, numbers of dimensions, whether contiguous, plain arguments; and its size.
 
-    text: equal for calls of one form. size: elements of all tensors together. has_empty: whether a tensor has none.
+    text: equal for calls of one form. size: elements of all tensors together. first: those of the first tensor.
+    has_empty: whether a tensor has none.
     """
 
     text: str
     size: int
+    first: int
     has_empty: bool
 
 
@@ -38,33 +43,36 @@ class CallForm:
 class Measured:
     """What is known of one call.
 
-    is_exact: FlagGems' values are PyTorch's and the right ones. is_slower: None where its time was not taken.
+    is_exact: FlagGems' values are PyTorch's and the right ones. gain_us: GPU time that it saves a call, minus infinity
+    where it is slower than allowed; None where the time was not taken.
     """
 
     call: str
     is_right: bool
     is_exact: bool
-    is_slower: bool | None
+    gain_us: float | None
 
 
 @dataclass
 class _Form:
     is_right: bool = True
     is_exact: bool = True
-    # Size to whether FlagGems was not slower there.
-    sizes: dict[int, bool] = field(default_factory=dict)
+    # Size to what FlagGems saves there, and to the elements of the first tensor.
+    sizes: dict[int, float] = field(default_factory=dict)
+    firsts: dict[int, int] = field(default_factory=dict)
 
-    def takes(self, size: int) -> bool:
-        if not self.is_right or not self.sizes or size > _BEYOND * max(self.sizes):
-            return False
+    def gain_us(self, size: int) -> float:
+        """The lesser gain of the measured sizes next to ``size``, from below and from above."""
+        if not self.sizes or size > _BEYOND * max(self.sizes):
+            return -math.inf
         below = max((known for known in self.sizes if known <= size), default=None)
         above = min((known for known in self.sizes if known >= size), default=None)
-        return all(self.sizes[known] for known in (below, above) if known is not None)
+        return min(self.sizes[known] for known in (below, above) if known is not None)
 
 
 class Forms:
     """Which calls FlagGems may take: those of a form that was right wherever it was tried, and that was not slower at
-    the measured sizes next to the call's, from below and from above.
+    the measured sizes next to the call's, from below and from above. Calls without a tensor are not taken.
     """
 
     def __init__(self, measured: Iterable[Measured]) -> None:
@@ -77,22 +85,30 @@ class Forms:
             form = self._forms.setdefault(call.text, _Form())
             form.is_right = form.is_right and one.is_right
             form.is_exact = form.is_exact and one.is_exact
-            if one.is_slower is not None:
+            if one.gain_us is not None:
                 # Of two calls of one size the slower one counts.
-                form.sizes[call.size] = form.sizes.get(call.size, True) and not one.is_slower
+                form.sizes[call.size] = min(one.gain_us, form.sizes.get(call.size, math.inf))
+                form.firsts[call.size] = min(call.first, form.firsts.get(call.size, call.first))
 
-    def take(self, call: CallForm, exact_only: bool = False) -> bool:
-        """Whether FlagGems may take ``call``; ``exact_only``: and gives the very values that PyTorch gives."""
+    def take(self, call: CallForm, least_gain_us: float = NOT_SLOWER, exact_only: bool = False) -> bool:
+        """Whether FlagGems may take ``call``.
+
+        least_gain_us: what it must save on the GPU. exact_only: whether its values must be PyTorch's bit for bit.
+        """
         form = self._forms.get(call.text)
-        if form is None or call.has_empty or not call.size:
+        if form is None or call.has_empty or not call.size or not form.is_right or (exact_only and not form.is_exact):
             return False
-        return form.takes(call.size) and (form.is_exact or not exact_only)
+        return form.gain_us(call.size) >= least_gain_us
 
-    def operators(self) -> set[str]:
-        """ATen operators of which a form is taken at some size."""
-        return {
-            text.partition("(")[0] for text, form in self._forms.items() if form.is_right and any(form.sizes.values())
-        }
+    def least_sizes(self, least_gain_us: float = NOT_SLOWER) -> dict[str, int]:
+        """Each ATen operator of which a measured call is taken, and the fewest elements of its first tensor there."""
+        found: dict[str, int] = {}
+        for text, form in self._forms.items():
+            operator = text.partition("(")[0]
+            for size, gain_us in form.sizes.items():
+                if size and form.is_right and gain_us >= least_gain_us:
+                    found[operator] = min(form.firsts[size], found.get(operator, size))
+        return found
 
 
 def form_of_call(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallForm | None:
@@ -118,7 +134,7 @@ def form_of_text(call: str) -> CallForm:
         name, value = (named["name"], named["value"]) if named else (place, piece)
         text = _without_sizes(value, types.get(name, ""), tensors)
         parts.append(f"{name}={text}" if named else text)
-    return CallForm(f"{operator}({', '.join(parts)})", sum(tensors), 0 in tensors)
+    return CallForm(f"{operator}({', '.join(parts)})", sum(tensors), tensors[0] if tensors else 0, 0 in tensors)
 
 
 def _on_accelerator(tensor: torch.Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_fl.aten.sweep.cases import EMPTY_INSTALL, PROBE, Case, merge_origins
 from sglang_fl.aten.sweep.errors import Errors
-from sglang_fl.aten.sweep.forms import Forms, Measured, form_of_text
+from sglang_fl.aten.sweep.forms import NOT_SLOWER, Forms, Measured, form_of_text
 from sglang_fl.aten.sweep.timing import NOT_TIMED, Times
 
 # An operator is left to PyTorch if on any recorded shape its GPU time is more than so many times PyTorch's.
@@ -21,9 +21,12 @@ ALLOWED_RATIO = 1.02
 NOT_REACHED = "not measured: the time limit was reached"
 # Beyond so many times the allowed error a value is wrong, not rounded otherwise: profile full leaves it out as well.
 WRONG_FACTOR = 100.0
-# Profile verified replaces an operator if its measured forms hold so much of the operator's recorded calls: each other
-# call pays for being looked at and handed back.
-LEAST_SHARE = 0.9
+# Outside of a graph a kept launch costs so much more on the host than PyTorch's own call, and a call that is looked at
+# and handed back so much: what FlagGems takes there must save more on the GPU. Measured beside an H200.
+LEAST_EAGER_GAIN_US = 5.0
+HANDED_BACK_US = 1.5
+# How long a matrix product takes its shape says, not its size; and FlagGems tries many kernels on each shape.
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,29 @@ class Result:
     def measured(self) -> Measured:
         """What this says of its form."""
         is_exact = self.is_right() and self.gems_error == self.torch_error == 0.0
-        return Measured(self.call, self.is_right(), is_exact, self.is_slower())
+        is_slower = self.is_slower()
+        gain_us = None if is_slower is None else -math.inf if is_slower else self.torch_us - self.gems_us
+        return Measured(self.call, self.is_right(), is_exact, gain_us)
+
+    def calls_in_graphs(self) -> int:
+        """Recorded calls that a graph of decoding holds: those of a decoding step less those of its replay. A phase
+        without a replay beside it, as of a recording on the host, counts whole."""
+        counts = self.counts()
+        return sum(
+            max(count - counts.get(f"{phase}_replay", 0), 0) for phase, count in counts.items() if _is_step(phase)
+        )
+
+    def eager_calls(self) -> int:
+        """Recorded calls outside of graphs: of prefill, of replays, and what sampling adds to a step."""
+        counts = self.counts()
+        prefill = sum(count for phase, count in counts.items() if "prefill" in phase)
+        replays = sum(count for phase, count in counts.items() if phase.endswith("_replay"))
+        sampled = sum(
+            max(count - counts.get(phase.removesuffix("_sampled"), 0), 0)
+            for phase, count in counts.items()
+            if phase.endswith("_sampled")
+        )
+        return prefill + replays + sampled
 
     def verdict(self) -> str:
         """Why this case excludes its operator, or an empty text."""
@@ -168,35 +193,51 @@ class Table:
         return cls(merge_origins([table.origin for table in tables]), sort_results(rows.values()))
 
     def verified(self) -> list[str]:
-        """FlagGems' names of the operators that profile verified replaces, sorted: of whose recorded calls
-        :data:`LEAST_SHARE` are of forms that are right and not slower, and that are wrong nowhere but on empty calls.
+        """FlagGems' names of the operators that profile verified replaces, sorted: those of which FlagGems takes a
+        recorded call, inside a graph or outside, and that are wrong nowhere but on empty calls.
         """
-        return sorted(self._taken)
+        return sorted({result.function for result in self.results if self.takes(result) or self.takes_eagerly(result)})
 
     def forms(self) -> Forms:
-        """What the table says of the calls of the operators in :meth:`verified`."""
+        """What the table says of calls."""
         return self._forms
+
+    def eager(self) -> list[str]:
+        """The ATen operators that profile verified replaces outside of graphs as well, sorted: what FlagGems saves on
+        recorded calls is more than what looking at all of them costs.
+        """
+        saved: dict[str, float] = {}
+        for result in self.results:
+            is_taken = self._can_take(result, LEAST_EAGER_GAIN_US)
+            us = result.torch_us - result.gems_us - LEAST_EAGER_GAIN_US if is_taken else -HANDED_BACK_US
+            saved[result.operator] = saved.get(result.operator, 0.0) + result.eager_calls() * us
+        return sorted(operator for operator, us in saved.items() if us > 0)
+
+    def takes(self, result: Result) -> bool:
+        """Whether FlagGems takes a recorded call inside graphs."""
+        return result.calls_in_graphs() > 0 and self._can_take(result, NOT_SLOWER)
+
+    def takes_eagerly(self, result: Result) -> bool:
+        """Whether FlagGems takes a recorded call outside of graphs."""
+        is_taken = result.eager_calls() > 0 and self._can_take(result, LEAST_EAGER_GAIN_US)
+        return is_taken and result.operator in self._eager
+
+    def _can_take(self, result: Result, least_gain_us: float) -> bool:
+        return result.function not in self._broken and self._forms.take(form_of_text(result.call), least_gain_us)
+
+    @cached_property
+    def _eager(self) -> frozenset[str]:
+        return frozenset(self.eager())
+
+    @cached_property
+    def _broken(self) -> frozenset[str]:
+        wrong = {result.function for result in self.results if result.is_wrong() and not _is_empty(result)}
+        return frozenset(wrong | MATRIX_PRODUCTS)
 
     @cached_property
     def _forms(self) -> Forms:
-        broken = {result.function for result in self.results if result.is_wrong() and not _is_empty(result)}
-        usable = [result for result in self.results if result.function not in broken and not result.own_failure]
+        usable = [result for result in self.results if result.function not in self._broken and not result.own_failure]
         return Forms(result.measured() for result in usable)
-
-    @cached_property
-    def _taken(self) -> dict[str, int]:
-        """FlagGems' name of each verified operator to its recorded calls that FlagGems takes."""
-        taken: Counter[str] = Counter()
-        recorded: Counter[str] = Counter()
-        recorded_here = {result.function for result in self.results if _own_calls(result)}
-        for result in self.results:
-            # An operator that only the empty install calls is judged by that.
-            counts = _own_calls(result) if result.function in recorded_here else result.calls
-            if result.own_failure or result.how == NOT_TIMED or _is_empty(result):
-                continue
-            recorded[result.function] += counts
-            taken[result.function] += counts if self._forms.take(form_of_text(result.call)) else 0
-        return {name: count for name, count in taken.items() if count and count >= LEAST_SHARE * recorded[name]}
 
     def wrong(self) -> list[str]:
         """FlagGems' names of the operators that are wrong on some case, sorted: what profile full leaves out."""
@@ -216,15 +257,25 @@ class Table:
 
         Those of the platform's own recording, where the table holds one.
         """
-        own = [_own_calls(result) for result in self.results]
-        calls = own if any(own) else [result.calls for result in self.results]
-        recorded_here = {result.function for result, count in zip(self.results, own, strict=True) if count}
-        functions = recorded_here if any(own) else set(self._taken)
-        return sum(count for name, count in self._taken.items() if name in functions), sum(calls)
+        own = self._own() or self.results
+        return sum(self._taken_calls(result) for result in own), sum(result.calls for result in own)
 
     def called(self) -> list[str]:
-        """The operators of :meth:`verified` that the platform's own recording calls, sorted."""
-        return sorted(set(self._taken) & {result.function for result in self.results if _own_calls(result)})
+        """The operators of :meth:`verified` of which FlagGems takes a call of the platform's own recording, sorted."""
+        return sorted({result.function for result in self._own() if self._taken_calls(result)})
+
+    def _taken_calls(self, result: Result) -> int:
+        in_graphs = result.calls_in_graphs() if self.takes(result) else 0
+        return in_graphs + (result.eager_calls() if self.takes_eagerly(result) else 0)
+
+    def _own(self) -> list[Result]:
+        """The results with the phases of the platform's own recording alone, those without any left out."""
+        found = []
+        for result in self.results:
+            own = {phase: count for phase, count in result.counts().items() if _is_own(phase)}
+            if own:
+                found.append(replace(result, phases=_words(own), calls=sum(own.values())))
+        return found
 
 
 COLUMNS = [column.name for column in fields(Result)]
@@ -250,8 +301,12 @@ def _words(phases: Mapping[str, int]) -> str:
     return " ".join(f"{phase}:{count}" for phase, count in sorted(phases.items()))
 
 
-def _own_calls(result: Result) -> int:
-    return sum(count for phase, count in result.counts().items() if not phase.startswith((EMPTY_INSTALL, PROBE)))
+def _is_own(phase: str) -> bool:
+    return not phase.startswith((EMPTY_INSTALL, PROBE))
+
+
+def _is_step(phase: str) -> bool:
+    return "decode" in phase and not phase.endswith(("_replay", "_sampled"))
 
 
 def _is_empty(result: Result) -> bool:
