@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     outcome = execute(options, console, command)
     rows = report.figures(outcome)
     if rows:
-        show(f"{options.shape}, tp={options.tp}", rows, console)
+        show(f"{options.shape}, {sizes_in_words(options)}", rows, console)
     for name, error in outcome.failures.items():
         console.print(f"{name} failed: {error.splitlines()[0]}", style="bold red", markup=False)
     missed = [row.name for row in rows if not row.is_met]
@@ -56,6 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     return INCOMPLETE if outcome.not_run else 0
 
 
+def sizes_in_words(options: argparse.Namespace) -> str:
+    """``tp=4, pp=2``."""
+    stages = f", pp={options.pp}" if options.pp > 1 else ""
+    return f"tp={options.tp}{stages}{', DP attention' if options.dp_attention else ''}"
+
+
 def execute(options: argparse.Namespace, console: Console, command: str) -> Outcome:
     """Make all starts; the record is written after each."""
     vocabulary = shapes.vocabulary_size(options.shape)
@@ -65,7 +71,8 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
     out = options.out.resolve()
 
     def keep(outcome: Outcome) -> None:
-        more: dict[str, Any] = {"shape": options.shape, "tp": options.tp, "controls_on": plan.controls_on}
+        more: dict[str, Any] = {"shape": options.shape, "tp": options.tp, "pp": options.pp}
+        more |= {"dp_attention": options.dp_attention, "controls_on": plan.controls_on}
         more |= {"differences": report.differences(outcome), **describe(outcome)}
         rows = report.figures(outcome)
         content = record.record(Kind.E2E, rows, command, options.is_on_gpu, options.commit)
@@ -84,6 +91,8 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
             options.is_on_gpu,
             tuple(options.server_arguments),
             memory_mib,
+            options.pp,
+            options.dp_attention,
         )
         return run(
             plan, site, sizes, options.limit_s, lambda line: console.print(line, markup=False, highlight=False), keep
@@ -103,6 +112,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=shapes.names(), default="qwen2.5-0.5b")
     add("--tp", type=_positive, default=1, help="ranks, a GPU each")
+    add("--pp", type=_positive, default=1, help="stages, each of --tp ranks")
+    add("--dp-attention", action="store_true", help="each of the --tp ranks has the attention of its own requests")
     add("--configurations", type=_configurations, default=(NATIVE, "verified"), metavar="A,B", help="in each round")
     add("--once", type=_configurations, default=(), metavar="C,D", help="in the last round only")
     add("--starts", type=_positive, default=3, help="rounds, each with a fresh server a configuration")
@@ -120,6 +131,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.server_arguments = server_arguments
     options.json = options.json or options.out / "e2e.json"
     options.is_on_gpu = options.device == "cuda" if options.device else bool(record.describe_gpus())
+    if options.dp_attention and not shapes.has_dp_attention(options.shape):
+        allowed = ", ".join(name for name in shapes.names() if shapes.has_dp_attention(name))
+        parser.error(
+            f"--dp-attention: SGLang has none for {shapes.architecture(options.shape)} of {options.shape}; "
+            f"shapes with it are {allowed}"
+        )
+    if options.dp_attention and (options.tp == 1 or options.pp > 1):
+        parser.error("--dp-attention needs --tp 2 or more, and --pp 1")
     if NATIVE not in options.configurations:
         parser.error(f"--configurations needs {NATIVE}, to which all others are compared")
     named = (*options.configurations, *options.once)

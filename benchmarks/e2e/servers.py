@@ -18,6 +18,7 @@ from benchmarks.e2e.server_plugin.controls import OFF
 from sglang_fl.testing.server import HOST, Server, ServerError
 
 COMMON_ARGUMENTS = ("--load-format=dummy", "--skip-tokenizer-init", "--random-seed=1", "--disable-radix-cache")
+DP_ATTENTION = "--enable-dp-attention"
 # Without NCCL the groups stay with torch.
 CPU_VALUES = {"nccl": "torch"}
 GPU_ARGUMENTS = (
@@ -49,7 +50,8 @@ class MeasuredServer(Server):
         """The exact command."""
         if not self.is_on_gpu:
             return [*super().command(node), *COMMON_ARGUMENTS]
-        sizes = [f"--tp-size={self.tp}"] if self.tp > 1 else []
+        given = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp))
+        sizes = [f"--{name}-size={size}" for name, size in given if size > 1]
         place = [f"--model-path={self.model}", f"--host={HOST}", f"--port={self.port}"]
         program = [sys.executable, "-m", "sglang.launch_server"]
         return [*program, *place, *sizes, *COMMON_ARGUMENTS, *GPU_ARGUMENTS, *self.arguments]
@@ -76,6 +78,8 @@ class Site:
         tp: ranks, each with a GPU of its own, or on a CPU.
         arguments: further arguments of all servers.
         memory_mib: used by others on each GPU before the first start.
+        pp: stages, each of ``tp`` ranks.
+        has_dp_attention: whether each rank of a stage has the attention of its own requests.
     """
 
     model: Path
@@ -85,10 +89,18 @@ class Site:
     is_on_gpu: bool
     arguments: tuple[str, ...] = ()
     memory_mib: tuple[int, ...] = ()
+    pp: int = 1
+    has_dp_attention: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Of all stages."""
+        return self.tp * self.pp
 
     def server(self, configuration: Configuration, name: str, limit_s: float, switch: Path | None) -> MeasuredServer:
         """A server that is not started yet; with a ``switch`` it has the faults of the controls, switched off."""
-        arguments = (*(configuration.arguments if self.is_on_gpu else ()), *self.arguments)
+        dp_attention = (DP_ATTENTION,) if self.has_dp_attention else ()
+        arguments = (*(configuration.arguments if self.is_on_gpu else ()), *dp_attention, *self.arguments)
         environment = self._environment(configuration, name)
         if switch is not None:
             switch.write_text(OFF)
@@ -99,6 +111,8 @@ class Site:
             arguments,
             environment,
             tp=self.tp,
+            pp=self.pp,
+            dp=self.tp if self.has_dp_attention else 1,
             ready_limit_s=limit_s,
             is_on_gpu=self.is_on_gpu,
             log_name=name,
@@ -116,6 +130,8 @@ class Site:
         }
         if not self.is_on_gpu:
             settings = {key: CPU_VALUES.get(value, value) for key, value in settings.items()}
+        if self.has_dp_attention and not self.is_on_gpu and not configuration.layers:
+            settings[server_plugin.CPU_HOOKS_VARIABLE] = "1"
         return {
             **settings,
             "PYTHONPATH": os.pathsep.join(paths),
@@ -130,7 +146,7 @@ class Site:
             ServerError: it is not: the plugin or a layer is on where it should not be, or the reverse.
         """
         reports = {}
-        for rank in range(self.tp):
+        for rank in range(self.ranks):
             path = self.folder / f"{server.log_path().stem}.weights.rank{rank}"
             if not path.exists():
                 raise ServerError(

@@ -13,6 +13,8 @@ from pathlib import Path
 from benchmarks.e2e import processor
 
 FOLDER = Path(__file__).with_name("shapes")
+# Architectures whose attention SGLang 0.5.11 splits over less than all ranks; that of Qwen2 it does not.
+WITH_DP_ATTENTION = ("Qwen3ForCausalLM",)
 
 
 def names() -> list[str]:
@@ -24,6 +26,17 @@ def vocabulary_size(name: str) -> int:
     """Number of token ids; a multimodal model's lies in its text_config."""
     config = json.loads((FOLDER / f"{name}.json").read_text())
     return int(config.get("text_config", config)["vocab_size"])
+
+
+def architecture(name: str) -> str:
+    """SGLang's class of the model."""
+    (found,) = json.loads((FOLDER / f"{name}.json").read_text())["architectures"]
+    return str(found)
+
+
+def has_dp_attention(name: str) -> bool:
+    """Whether the model can be served with ``--enable-dp-attention``, and has been."""
+    return architecture(name) in WITH_DP_ATTENTION
 
 
 def write(name: str, folder: Path) -> Path:

@@ -18,6 +18,7 @@ from benchmarks import record
 from benchmarks.e2e import command, report, requests, run, servers, shapes
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE
 from benchmarks.e2e.run import Outcome, Plan, Start, Step
+from benchmarks.e2e.server_plugin import CPU_HOOKS_VARIABLE
 from benchmarks.e2e.server_plugin.controls import Switch, reordered_all_gather, scaled_all_reduce
 from benchmarks.e2e.server_plugin.weights import Kind, fill
 from benchmarks.e2e.tokens import Answer, compare, largest_shift, weakness
@@ -458,6 +459,42 @@ def test_native_has_the_weights_without_the_plugin(
     assert "--device=cpu" not in server.command()
 
 
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_stages_and_dp_attention_are_in_the_command(site: Callable[..., servers.Site], is_on_gpu: bool) -> None:
+    """Given two stages, or DP attention, then SGLang is told so, and nothing of it where neither is asked for."""
+    native = CONFIGURATIONS[NATIVE]
+    plain = site(is_on_gpu)
+    stages, attention = replace(plain, pp=2), replace(plain, has_dp_attention=True)
+    commands = [" ".join(each.server(native, "0", 1.0, None).command()) for each in (plain, stages, attention)]
+    assert all("--tp-size=2" in each for each in commands)
+    assert ["--pp-size=2" in each for each in commands] == [False, True, False]
+    assert ["--dp-size=2 " in each and "--enable-dp-attention" in each for each in commands] == [False, False, True]
+    assert [plain.ranks, stages.ranks, attention.ranks] == [2, 4, 2]
+
+
+def test_sglang_alone_has_hooks_for_dp_attention_on_a_cpu_only(site: Callable[..., servers.Site]) -> None:
+    """Given DP attention on a CPU, then native alone has the hooks that it needs there; on GPUs none has them."""
+
+    def have_hooks(place: servers.Site) -> list[bool]:
+        several = (place.server(CONFIGURATIONS[name], "0", 1.0, None) for name in (NATIVE, "flagcx"))
+        return [CPU_HOOKS_VARIABLE in each.variables() for each in several]
+
+    assert have_hooks(replace(site(False), has_dp_attention=True)) == [True, False]
+    assert have_hooks(replace(site(True), has_dp_attention=True)) == [False, False]
+    assert have_hooks(site(False)) == [False, False]
+
+
+def test_a_rank_of_the_second_stage_that_has_other_weights_is_seen(site: Callable[..., servers.Site]) -> None:
+    """Given two stages of two ranks, when the last rank has no report of its weights, then that is an error."""
+    place = replace(site(True), pp=2)
+    server = place.server(CONFIGURATIONS[NATIVE], "0", 1.0, None)
+    server.log_path().write_text("")
+    for rank in range(3):
+        (place.folder / f"0.weights.rank{rank}").write_text("{}")
+    with pytest.raises(ServerError, match="rank 3 did not get the benchmark's weights"):
+        place.check(server, CONFIGURATIONS[NATIVE])
+
+
 @pytest.mark.parametrize(
     ("name", "log", "problem"),
     [
@@ -510,10 +547,18 @@ def test_prompts_are_the_same_each_time_and_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--configurations", "verified"], ["--configurations", "native,quick"], ["--starts", "0"]]
+    "arguments",
+    [
+        ["--configurations", "verified"],
+        ["--configurations", "native,quick"],
+        ["--starts", "0"],
+        ["--shape", "qwen2.5-14b", "--tp", "2", "--dp-attention"],
+        ["--shape", "qwen3-14b", "--dp-attention"],
+        ["--shape", "qwen3-14b", "--tp", "2", "--pp", "2", "--dp-attention"],
+    ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Given no native, an unknown configuration or no start, then 2 before anything is started."""
+    """Given no native, an unknown configuration, no start, or DP attention that cannot be, then 2 at once."""
     with pytest.raises(SystemExit, match="2"):
         command.parse(arguments)
     assert "error: " in capsys.readouterr().err
@@ -525,6 +570,14 @@ def test_options_become_the_plan() -> None:
     assert options.server_arguments == ["--mem-fraction-static=0.8"]
     assert options.configurations == (NATIVE, "verified")
     assert (options.once, options.controls_on, options.is_on_gpu) == (("full",), "verified", False)
+
+
+def test_sizes_are_options_and_in_words() -> None:
+    """Given stages or DP attention, then they are read, and are in the table's title."""
+    stages = command.parse(["--tp", "4", "--pp", "2"])
+    assert command.sizes_in_words(stages) == "tp=4, pp=2"
+    attention = command.parse(["--shape", "qwen3-14b", "--tp", "8", "--dp-attention"])
+    assert command.sizes_in_words(attention) == "tp=8, DP attention"
 
 
 def test_the_record_has_the_commit_that_is_given() -> None:

@@ -16,6 +16,8 @@ from typing import Any
 NAME = "sglang_e2e_benchmark"
 REPORT_VARIABLE = "SGLANG_E2E_BENCHMARK_REPORT"
 SWITCH_VARIABLE = "SGLANG_E2E_BENCHMARK_SWITCH"
+# SGLang alone has no DP attention on a CPU: sglang_fl's hooks for a CPU make it run, without any layer of the plugin.
+CPU_HOOKS_VARIABLE = "SGLANG_E2E_BENCHMARK_CPU_HOOKS"
 SEED = 1
 
 
@@ -32,6 +34,10 @@ def load() -> None:
     HookRegistry.register(target, initialize_weights, HookType.REPLACE)
     target = "sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output"
     HookRegistry.register(target, give_logits, HookType.BEFORE)
+    if CPU_HOOKS_VARIABLE in os.environ:
+        from sglang_fl.sglang_hooks import cpu, registration
+
+        registration.register(cpu.hooks())
     if SWITCH_VARIABLE in os.environ:
         from .controls import follow_switch
 
