@@ -1,0 +1,227 @@
+"""``python -m benchmarks.cluster``: all that is to be seen on one machine of several accelerators, in one run.
+
+The self-test of every operation on each backend; the benchmark of all operations and of all routes of an all_reduce,
+eager and captured; and servers, SGLang alone and with the plugin in turn, at tp=N, at tp=N/2 x pp=2 and at tp=N with
+DP attention, with controls. Each part has a limit of its own, and --limit-s is that of all. With --device cpu it shows
+that all of this works at that many ranks: what cannot be seen there, times first of all, is named as not run.
+
+Ends with 0 if everything was run and met, with 1 if anything failed or missed its bar, with 3 if something was not run,
+with 2 where the arguments are wrong. FLAGCX_PATH must be set on GPUs; on a CPU its default is build/hostcx.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import record
+from benchmarks.cluster.judge import Check, Ended, Result, State, exit_code, not_run
+from benchmarks.cluster.parts import Machine, Part, parts
+from benchmarks.cluster.run import run
+from benchmarks.e2e import shapes
+from benchmarks.e2e.servers import GPU_ENVIRONMENT
+from benchmarks.figures import Kind
+
+NAME = "cluster"
+DEFAULT_LIMIT_S = 7200.0
+DEFAULT_SHAPES = {True: "qwen2.5-14b", False: "tiny-8"}
+# One round on a CPU: a start of eight ranks takes minutes there, and times mean nothing.
+DEFAULT_STARTS = {True: 3, False: 1}
+DEFAULT_REPEATS = {True: 5, False: 1}
+HOSTCX = record.ROOT / "build" / "hostcx"
+_STYLES = {State.MET: "green", State.NOT_RUN: "yellow", State.MISSED: "bold red", State.FAILED: "bold red"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the command line asks for; the process's exit code."""
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, _end)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    out: Path = options.out.resolve()
+    machine = Machine(
+        options.is_on_gpu, options.ranks, out, options.shape, options.starts, options.repeats, options.commit
+    )
+    planned = list(parts(machine))
+    if options.list:
+        for part in planned:
+            console.print(f"{part.name}: {part.cannot or shlex.join(part.arguments(out, part.limit_s))}", markup=False)
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    command = f"python -m benchmarks.cluster {shlex.join(arguments)}"
+    head = record.record(Kind.E2E, [], command, options.is_on_gpu, options.commit)
+    kept = dict(_earlier(out, planned, str(head["commit"]))) if options.resume else {}
+    for part in planned:
+        if options.only and part.name not in options.only:
+            kept.setdefault(part.name, not_run(part, "not named by --only"))
+    results: list[Result] = []
+
+    def tell(result: Result) -> None:
+        results.append(result)
+        took = f", {result.ended.took_s:.0f} s" if result.ended is not None else ""
+        console.print(f"{result.part.name}: {result.state.value}{took}", style=_STYLES[result.state], markup=False)
+        record.write({**head, **describe(machine, results)}, out / f"{NAME}.json")
+
+    run(planned, out, options.is_on_gpu, options.limit_s, options.environment, tell, kept)
+    show(machine, results, console)
+    console.print(f"record: {out / NAME}.json, logs beside it", markup=False)
+    return exit_code(results)
+
+
+def describe(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
+    """For the record: the rows of all parts under their names, and each part with its checks and its own record."""
+    rows, described = [], []
+    for result in results:
+        ended = result.ended or Ended(None, 0.0)
+        own = dict(ended.content)
+        rows += [{**row, "name": f"{result.part.name}: {row['name']}"} for row in own.pop("rows", ())]
+        described.append(
+            {
+                "name": result.part.name,
+                "state": result.state.value,
+                "was_run": result.ended is not None,
+                "exit_code": ended.code,
+                "took_s": ended.took_s,
+                "command": shlex.join(result.part.command),
+                "checks": [
+                    {"name": each.name, "state": each.state.value, "detail": each.detail} for each in result.checks
+                ],
+                "record": own,
+            }
+        )
+    sizes = {"device": machine.device, "ranks": machine.ranks, "shape": machine.shape, "starts": machine.starts}
+    return {**sizes, "exit_code": exit_code(results), "parts": described, "rows": rows}
+
+
+def show(machine: Machine, results: Sequence[Result], console: Console) -> None:
+    """The table of all parts, and below it whatever is not met."""
+    title = f"{machine.ranks} ranks on {machine.device}, {machine.shape}"
+    table = Table(title=title, title_justify="left", caption="checks by what came of them")
+    for column in ("part", "", "met", "missed", "failed", "not run", "s"):
+        table.add_column(column, overflow="fold")
+    for result in results:
+        counts, state = result.counts, result.state
+        took = f"{result.ended.took_s:.0f}" if result.ended is not None else "-"
+        order = (State.MET, State.MISSED, State.FAILED, State.NOT_RUN)
+        table.add_row(
+            result.part.name,
+            f"[{_STYLES[state]}]{state.value}[/]",
+            *(str(counts[each]) for each in order),
+            took,
+        )
+    console.print(table)
+    for state in (State.FAILED, State.MISSED, State.NOT_RUN):
+        for result in results:
+            for check in result.of(state):
+                text = f"{state.value.upper()} {result.part.name}: {check.name}: {check.detail}"
+                console.print(text, style=_STYLES[state], markup=False, highlight=False)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; ends the process with 2 where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
+    add("--gpus", default="all", metavar="N", help="the first N of this machine; default: all")
+    add("--ranks", type=int, default=8, metavar="N", help="on a CPU: processes (default 8)")
+    add("--shape", choices=shapes.names(), help="default: qwen2.5-14b, on a CPU tiny-8")
+    add("--starts", type=int, help="rounds of servers; default: 3, on a CPU 1")
+    add("--repeats", type=int, help="samples of each row in a start; default: 5, on a CPU 1")
+    add("--limit-s", type=float, default=DEFAULT_LIMIT_S, help=f"for all parts (default {DEFAULT_LIMIT_S:g})")
+    add("--only", action="append", default=[], metavar="PART", help="this part alone; may be repeated; see --list")
+    add(
+        "--resume",
+        action="store_true",
+        help="keep what ended with 0 in the record in --out, if commit and command are equal",
+    )
+    add("--list", action="store_true", help="show all parts with their commands, and stop")
+    add("--commit", default="", help="for the record, where this is no git checkout")
+    add("--out", type=Path, default=record.ROOT / "build" / "benchmarks" / NAME, help="folder of record and logs")
+    options = parser.parse_args(arguments)
+    gpus = len(record.describe_gpus())
+    options.is_on_gpu = options.device == "cuda" if options.device else bool(gpus)
+    options.ranks = _ranks(parser, options, gpus)
+    options.shape = options.shape or DEFAULT_SHAPES[options.is_on_gpu]
+    options.starts = options.starts or DEFAULT_STARTS[options.is_on_gpu]
+    options.repeats = options.repeats or DEFAULT_REPEATS[options.is_on_gpu]
+    names = [part.name for part in parts(Machine(options.is_on_gpu, options.ranks, options.out, options.shape))]
+    unknown = sorted(set(options.only) - set(names))
+    if unknown:
+        parser.error(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(names)}")
+    options.environment = _environment(parser, options)
+    return options
+
+
+def _ranks(parser: argparse.ArgumentParser, options: argparse.Namespace, gpus: int) -> int:
+    if not options.is_on_gpu:
+        ranks = options.ranks
+    elif options.gpus == "all":
+        ranks = gpus
+    else:
+        ranks = int(options.gpus) if options.gpus.isdigit() else 0
+        if ranks > gpus:
+            parser.error(f"--gpus {ranks}: torch sees {gpus} here")
+    if ranks < 2 or ranks % 2:
+        parser.error(
+            f"{ranks} ranks: an even number from 2 on is needed, for two stages of one half each; "
+            f"torch sees {gpus} GPU(s): choose with --gpus N, or --device cpu --ranks N"
+        )
+    return int(ranks)
+
+
+def _environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, str]:
+    flagcx = os.environ.get("FLAGCX_PATH") or ("" if options.is_on_gpu else str(HOSTCX))
+    if not flagcx or not Path(flagcx).exists():
+        advice = "set it to FlagCX's folder" if options.is_on_gpu else "run make hostcx, or set it"
+        parser.error(f"FLAGCX_PATH: {flagcx or 'not set'}: nothing there; {advice}")
+    found = {"FLAGCX_PATH": flagcx}
+    if options.is_on_gpu:
+        visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        devices = (visible or list(map(str, range(options.ranks))))[: options.ranks]
+        multicast_off = {name: os.environ.get(name, value) for name, value in GPU_ENVIRONMENT.items()}
+        return {**found, **multicast_off, "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    # torch's own thread pools fight over few cores.
+    return {**found, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def _earlier(out: Path, planned: Sequence[Part], commit: str) -> Iterator[tuple[str, Result]]:
+    """Parts that ended with 0, by the same command at the same commit."""
+    path = out / f"{NAME}.json"
+    content: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if not commit or commit.endswith("+changes") or content.get("commit") != commit:
+        return
+    by_name = {part.name: part for part in planned}
+    for found in content["parts"]:
+        part = by_name.get(found["name"])
+        if (
+            part is None
+            or not found["was_run"]
+            or found["exit_code"] != 0
+            or found["command"] != shlex.join(part.command)
+        ):
+            continue
+        start = f"{part.name}: "
+        rows = [
+            {**row, "name": row["name"].removeprefix(start)} for row in content["rows"] if row["name"].startswith(start)
+        ]
+        checks = [Check(each["name"], State(each["state"]), each["detail"]) for each in found["checks"]]
+        yield part.name, Result(part, checks, Ended(0, found["took_s"], {**found["record"], "rows": rows}))
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    """Leave through the blocks that stop what runs."""
+    raise SystemExit(128 + number)
