@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -30,8 +31,16 @@ Launch = Callable[..., None]
 # What a bound launch calls was read in these versions: CompiledKernel.run and its arguments, and the two hooks.
 TRITON_VERSIONS = ("3.6.",)
 ALIGNMENT = 16
+_taking_addresses: WeakSet[Launch] = WeakSet()
 # Bits that are 0 in every integer that is a multiple of 16 below 2**31: most are, and are of class 0.
 UNUSUAL = ~(2**31 - ALIGNMENT)
+
+
+def takes_addresses(launch: Launch) -> bool:
+    """Whether ``launch`` also takes ``tensor.data_ptr()`` in the place of a tensor. A caller that has the address at
+    hand saves Triton asking the tensor and the driver for it.
+    """
+    return launch in _taking_addresses
 
 
 def specialisation(*integers: int) -> tuple[int, ...]:
@@ -125,6 +134,7 @@ def _bound(compiled: Any, constants: tuple[Any, ...], device: int) -> Launch:
             run(grid_x, grid_y, 1, stream, function, metadata, None, None, None, *arguments, *constants)
 
     elsewhere = _on_device(launch, device)
+    _taking_addresses.add(launch)
     return launch
 
 

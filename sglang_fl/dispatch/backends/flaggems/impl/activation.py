@@ -9,10 +9,10 @@ import torch
 from sglang_fl.dispatch.backends.flaggems.choices import GATED, Gated, by_bits
 from sglang_fl.dispatch.backends.flaggems.impl.shapes import compile_options, launches_dependently, rows_of
 from sglang_fl.dispatch.types import NotSupportedError
-from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation, takes_addresses
 
-# Of a key: by the length in bits of the number of tokens, how to launch, and the blocks of a row.
-_Launches = tuple[tuple[Launch, int], ...]
+# Of a key: by the length in bits of the number of tokens, how to launch, whether by addresses, and the blocks of a row.
+_Launches = tuple[tuple[Launch, bool, int], ...]
 _launches: dict[Any, _Launches] = {}
 # obj.approximate to the kernel's constant.
 _GELU_FORMS = {"tanh": "GELU_TANH", "none": "GELU_NONE"}
@@ -48,15 +48,19 @@ def _gated(form: str, x: torch.Tensor) -> torch.Tensor:
         return out
     rows = rows_of(x)
     stride, device = rows.stride(0), rows.get_device()
-    unusual = (rows.data_ptr() | out.data_ptr()) & 15 or stride & UNUSUAL
+    source, target = rows.data_ptr(), out.data_ptr()
+    unusual = (source | target) & 15 or stride & UNUSUAL
     key = (
         *(form, rows.dtype, columns, device),
-        unusual and specialisation(rows.data_ptr(), out.data_ptr(), stride),
+        unusual and specialisation(source, target, stride),
     )
     launches = _launches.get(key) or _bind(key, form, rows, out)
     count = rows.shape[0]
-    launch, blocks = launches[count.bit_length()]
-    launch(count, blocks, rows, out, stride)
+    launch, by_address, blocks = launches[count.bit_length()]
+    if by_address:
+        launch(count, blocks, source, target, stride)
+    else:
+        launch(count, blocks, rows, out, stride)
     return out
 
 
@@ -66,8 +70,10 @@ def _bind(key: Any, form: str, rows: torch.Tensor, out: torch.Tensor) -> _Launch
     return _launches.setdefault(key, made)
 
 
-def bind_gated(choice: Gated, form: str, rows: torch.Tensor, out: torch.Tensor) -> tuple[Launch, int]:
-    """How to launch the kernel for tensors like these: launch(rows, blocks, rows, out, stride), and the blocks."""
+def bind_gated(choice: Gated, form: str, rows: torch.Tensor, out: torch.Tensor) -> tuple[Launch, bool, int]:
+    """How to launch the kernel for tensors like these: launch(rows, blocks, rows, out, stride), whether addresses do
+    in the tensors' place, and the blocks.
+    """
     from sglang_fl.dispatch.backends.flaggems import triton_kernels as kernels
 
     columns, device = out.shape[-1], rows.get_device()
@@ -78,4 +84,4 @@ def bind_gated(choice: Gated, form: str, rows: torch.Tensor, out: torch.Tensor) 
     }
     options = compile_options(choice.warps, dependent)
     launch = bind(kernels.gated_kernel, (rows, out, rows.stride(0)), constants, options, device)
-    return launch, -(-columns // choice.block)
+    return launch, takes_addresses(launch), -(-columns // choice.block)

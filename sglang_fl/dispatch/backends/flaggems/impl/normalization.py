@@ -14,13 +14,13 @@ from sglang_fl.dispatch.backends.flaggems.impl.shapes import (
     rows_of,
 )
 from sglang_fl.dispatch.ops import Normed
-from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation, takes_addresses
 
 # A row is held by one program: above this a thread of 16 warps would hold more than 128 values.
 LARGEST_ROW = 65536
 
-# Of a key: by the length in bits of the number of rows, how to launch, and the rows of a program.
-_Launches = tuple[tuple[Launch, int], ...]
+# Of a key: by the length in bits of the number of rows, how to launch, whether by addresses, and the rows of a program.
+_Launches = tuple[tuple[Launch, bool, int], ...]
 _launches: dict[Any, _Launches] = {}
 
 
@@ -83,8 +83,11 @@ def _launch(
     )
     arguments = (rows, other, weight, out, stride, count, eps)
     launches = _launches.get(key) or _bind(key, residual is not None, one_plus_weight, arguments)
-    launch, rows_a_program = launches[count.bit_length()]
-    launch(-(-count // rows_a_program), 1, *arguments)
+    launch, by_address, rows_a_program = launches[count.bit_length()]
+    if by_address:
+        launch(-(-count // rows_a_program), 1, *addresses, stride, count, eps)
+    else:
+        launch(-(-count // rows_a_program), 1, *arguments)
 
 
 def _bind(key: Any, with_residual: bool, one_plus_weight: bool, arguments: tuple[Any, ...]) -> _Launches:
@@ -96,8 +99,9 @@ def _bind(key: Any, with_residual: bool, one_plus_weight: bool, arguments: tuple
 
 def bind_norm(
     choice: Norm, with_residual: bool, one_plus_weight: bool, arguments: tuple[Any, ...]
-) -> tuple[Launch, int]:
-    """How to launch the kernel for arguments like these: launch(programs, 1, *arguments), and the rows of a program.
+) -> tuple[Launch, bool, int]:
+    """How to launch the kernel for arguments like these: launch(programs, 1, *arguments), whether addresses do in the
+    tensors' place, and the rows of a program.
 
     ``arguments``: x, residual, weight, result, x's row stride, number of rows, epsilon.
     """
@@ -111,4 +115,5 @@ def bind_norm(
         **{"one_plus_weight": one_plus_weight, "dependent": dependent},
     }
     options = compile_options(choice.warps(block), dependent)
-    return bind(kernels.rms_norm_kernel, arguments, constants, options, device), choice.rows
+    launch = bind(kernels.rms_norm_kernel, arguments, constants, options, device)
+    return launch, takes_addresses(launch), choice.rows

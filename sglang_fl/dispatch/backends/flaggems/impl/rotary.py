@@ -9,10 +9,10 @@ import torch
 from sglang_fl.dispatch.backends.flaggems.choices import ROTARY, Rotary, by_bits
 from sglang_fl.dispatch.backends.flaggems.impl.shapes import compile_options, launches_dependently, next_power_of_two
 from sglang_fl.dispatch.types import NotSupportedError
-from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation
+from sglang_fl.triton_launch import UNUSUAL, Launch, bind, specialisation, takes_addresses
 
-# Of a key: by the length in bits of the number of tokens, how to launch, and the blocks of heads.
-_Launches = tuple[tuple[Launch, int], ...]
+# Of a key: by the length in bits of the number of tokens, how to launch, whether by addresses, and the blocks of heads.
+_Launches = tuple[tuple[Launch, bool, int], ...]
 _launches: dict[Any, _Launches] = {}
 
 
@@ -60,8 +60,11 @@ def rotary_embedding_flaggems(
     )
     arguments = (*tensors, position_ids, position_ids.stride(0), *strides)
     launches = _launches.get(form) or _bind(form, rotary_interleaved, arguments)
-    launch, blocks = launches[tokens.bit_length()]
-    launch(tokens, blocks, *arguments)
+    launch, by_address, blocks = launches[tokens.bit_length()]
+    if by_address:
+        launch(tokens, blocks, *addresses, position_ids.data_ptr(), position_ids.stride(0), *strides)
+    else:
+        launch(tokens, blocks, *arguments)
     return out_query, out_key
 
 
@@ -72,8 +75,9 @@ def _bind(form: Any, interleaved: bool, arguments: tuple[Any, ...]) -> _Launches
     )
 
 
-def bind_rotary(choice: Rotary, interleaved: bool, arguments: tuple[Any, ...]) -> tuple[Launch, int]:
-    """How to launch the kernel for arguments like these: launch(tokens, blocks, *arguments), and the blocks of heads.
+def bind_rotary(choice: Rotary, interleaved: bool, arguments: tuple[Any, ...]) -> tuple[Launch, bool, int]:
+    """How to launch the kernel for arguments like these: launch(tokens, blocks, *arguments), whether addresses do in
+    the tensors' place, and the blocks of heads.
 
     ``arguments``: query, key, their results, cos, sin, positions, the positions' stride, and the strides of tokens and
     of heads of the first four, and of positions of the tables.
@@ -91,7 +95,8 @@ def bind_rotary(choice: Rotary, interleaved: bool, arguments: tuple[Any, ...]) -
     }
     options = compile_options(choice.warps, dependent)
     launch = bind(kernels.rotary_kernel, arguments, constants, options, device)
-    return launch, -(-query.shape[1] // choice.heads) - (-key.shape[1] // choice.heads)
+    blocks = -(-query.shape[1] // choice.heads) - (-key.shape[1] // choice.heads)
+    return launch, takes_addresses(launch), blocks
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
