@@ -59,9 +59,9 @@ def command(
 ) -> None:
     """Measure each operator that FlagGems replaces, on recorded calls, against PyTorch's own.
 
-    Per call: the error against float64 beside PyTorch's own, GPU time inside a CUDA graph, time on the host. An
-    operator is excluded if on any call its error is over twice PyTorch's own, its GPU time over 1.02 times PyTorch's,
-    or it raised. Needs an NVIDIA GPU, torch, triton and flag_gems, not SGLang.
+    Per call: the error against float64 beside PyTorch's own, GPU time inside a CUDA graph, time on the host. A
+    call is excluded if its error is over twice PyTorch's own, its GPU time over 1.02 times PyTorch's, or it raised.
+    Needs an NVIDIA GPU, torch, triton and flag_gems, not SGLang.
     """
     if record is not None:
         _record(record, device, shapes)

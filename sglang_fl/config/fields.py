@@ -122,7 +122,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     Field(
         "aten.profile", "SGLANG_FL_FLAGOS_PROFILE", "flagos_profile", choice_of(AtenProfile), AtenProfile.VERIFIED,
-        "verified: FlagGems replaces the ATen operators of flagos_verified inside CUDA graphs; full: all but "
+        "verified: FlagGems replaces the measured calls of the ATen operators in flagos_verified; full: all but "
         "flagos_wrong, everywhere.", "full",
     ),
     # FlagCX joins different chips in one server, and each has its own list.
