@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     def tell(result: Result) -> None:
         results.append(result)
         took = f", {result.ended.took_s:.0f} s" if result.ended is not None else ""
-        console.print(f"{result.part.name}: {result.state.value}{took}", style=_STYLES[result.state], markup=False)
+        console.print(f"{result.part.name}: {result.verdict}{took}", style=_STYLES[result.state], markup=False)
         record.write({**head, **describe(machine, results)}, out / f"{NAME}.json")
 
     run(planned, out, options.is_on_gpu, options.limit_s, options.environment, tell, kept)
@@ -88,7 +88,7 @@ def describe(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
         described.append(
             {
                 "name": result.part.name,
-                "state": result.state.value,
+                "state": result.verdict,
                 "was_run": result.ended is not None,
                 "exit_code": ended.code,
                 "took_s": ended.took_s,
@@ -115,7 +115,7 @@ def show(machine: Machine, results: Sequence[Result], console: Console) -> None:
         order = (State.MET, State.MISSED, State.FAILED, State.NOT_RUN)
         table.add_row(
             result.part.name,
-            f"[{_STYLES[state]}]{state.value}[/]",
+            f"[{_STYLES[state]}]{result.verdict}[/]",
             *(str(counts[each]) for each in order),
             took,
         )

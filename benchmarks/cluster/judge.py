@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from benchmarks.cluster.parts import Part
@@ -65,6 +66,11 @@ class Result:
         states = {check.state for check in self.checks}
         return next((state for state in State if state in states), State.NOT_RUN)
 
+    @property
+    def verdict(self) -> str:
+        """For the table: the state, or ``in part`` where what was run is met and something was not run."""
+        return "in part" if self.state is State.NOT_RUN and self.of(State.MET) else self.state.value
+
     def of(self, state: State) -> list[Check]:
         """Its checks in this state."""
         return [check for check in self.checks if check.state is state]
@@ -93,8 +99,8 @@ def judge(part: Part, ended: Ended, limit_s: float, is_on_gpu: bool) -> Result:
         checks.append(Check("its end", State.NOT_RUN, f"ended at the limit of {limit_s:.0f} s"))
     checks += [Check(name, State.NOT_RUN, text) for name, text in {**part.absent, **absent_routes(ended.said)}.items()]
     names = [str(row["name"]) for row in rows]
-    missing = [start for start in part.expected if not any(name.startswith(start) for name in names)]
-    checks += [Check(start.strip(" ,("), State.NOT_RUN, "no row of the record has it") for start in missing]
+    missing = [pattern for pattern in part.expected if not any(fnmatchcase(name, pattern) for name in names)]
+    checks += [Check(pattern, State.NOT_RUN, "the record has no such row") for pattern in missing]
     is_explained = any(check.state in (State.FAILED, State.MISSED) for check in checks)
     is_incomplete = ended.code == INCOMPLETE and bool(ended.content.get("not_run"))
     # On a CPU, bars of time are not held, and a code of 1 may be theirs alone.

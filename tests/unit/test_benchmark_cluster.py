@@ -25,7 +25,7 @@ from benchmarks.e2e.tokens import Answer
 from benchmarks.record import Kind, record
 from sglang_fl.comm import bench, selftest
 
-PART = Part("one", ("false",), 10.0, ("decode ",))
+PART = Part("one", ("false",), 10.0, ("decode *",))
 
 
 def machine(is_on_gpu: bool = True, ranks: int = 8, shape: str = "qwen2.5-14b") -> Machine:
@@ -79,6 +79,14 @@ def test_on_a_cpu_what_cannot_be_seen_there_is_named() -> None:
     assert set(found["e2e tp=8"].absent) == {"fastest"}
 
 
+def test_one_round_of_servers_cannot_tell_when_they_are_ready() -> None:
+    """Given one round, then the bar of the start is named as not run instead of being expected."""
+    several, one = ({part.name: part for part in parts(replace(machine(), starts=starts))} for starts in (2, 1))
+    assert "server ready with the plugin, warm, flagcx" in several["e2e tp=8"].expected
+    assert not any(name.startswith("server ready") for name in one["e2e tp=8"].expected)
+    assert set(one["e2e tp=8"].absent) == {"server ready"}
+
+
 @pytest.mark.parametrize("is_on_gpu", [True, False])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_each_part_s_command_is_one_that_its_tool_takes(is_on_gpu: bool, ranks: int, tmp_path: Path) -> None:
@@ -127,11 +135,11 @@ def test_what_is_expected_of_servers_is_what_their_rows_are_called(is_on_gpu: bo
     places = dict.fromkeys(("silu_and_mul", "all_reduce", "all_gather"), "place")
     content = record(Kind.E2E, report.figures(outcome(compared, sizes, places)), "c", False, "abc")
     result = judged(Ended(0, 1.0, content), replace(part, absent={}), is_on_gpu)
-    assert [check for check in result.checks if "no row" in check.detail] == []
+    assert [check for check in result.checks if "no such row" in check.detail] == []
     assert exit_code([result]) == (0 if is_on_gpu else 3)
     fewer = [each for each in content["rows"] if not each["name"].startswith("control: a fault in all_gather")]
     result = judged(Ended(0, 1.0, {**content, "rows": fewer}), part)
-    assert states(result)["control: a fault in all_gather"] is State.NOT_RUN
+    assert states(result)["control: a fault in all_gather (*"] is State.NOT_RUN
 
 
 # Judgement.
@@ -187,6 +195,7 @@ def test_a_reached_limit_is_3() -> None:
     """Given a command that was ended, or one that left starts out, then what is missing is not run."""
     result = judged(Ended(None, 10.0, {"rows": [row()]}))
     assert (states(result)["its end"], exit_code([result])) == (State.NOT_RUN, 3)
+    assert result.verdict == "in part"
     result = judged(Ended(3, 10.0, {"rows": [row()], "not_run": ["2-flagcx"]}))
     assert (states(result)["start 2-flagcx"], exit_code([result])) == (State.NOT_RUN, 3)
 
@@ -194,7 +203,7 @@ def test_a_reached_limit_is_3() -> None:
 def test_a_record_without_what_it_should_have_is_3() -> None:
     """Given no row of an expected kind, or a route that was absent, then it is not run, though all else is met."""
     other = judged(Ended(0, 1.0, {"rows": [row(name="prefill fastest")]}))
-    assert (states(other)["decode"], exit_code([other])) == (State.NOT_RUN, 3)
+    assert (states(other)["decode *"], exit_code([other])) == (State.NOT_RUN, 3)
     absent = judged(Ended(0, 1.0, {"rows": [row()]}, "warming up\nsymm is absent: no NVLink\n"))
     assert [(check.name, check.detail) for check in absent.of(State.NOT_RUN)] == [("route symm", "no NVLink")]
     assert exit_code([absent]) == 3
@@ -232,7 +241,7 @@ pathlib.Path(path).write_text(json.dumps({"rows": %s}))
 def program(name: str, rows: Sequence[Mapping[str, Any]], then: str = "", limit_s: float = 60.0) -> Part:
     """A part that writes these rows and does ``then``."""
     rows_in_python = json.dumps(rows).replace("true", "True").replace("false", "False")
-    return Part(name, (sys.executable, "-c", WRITES % (rows_in_python, then)), limit_s, ("decode ",))
+    return Part(name, (sys.executable, "-c", WRITES % (rows_in_python, then)), limit_s, ("decode *",))
 
 
 def ran(found: Sequence[Part], out: Path, limit_s: float = 1000.0) -> list[Result]:
