@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import record
-from benchmarks.cluster.judge import Check, Ended, Result, State, exit_code, not_run
+from benchmarks.cluster.judge import MISSED, Check, Ended, Result, State, exit_code, not_run
 from benchmarks.cluster.parts import Machine, Part, parts
 from benchmarks.cluster.run import run
 from benchmarks.e2e import shapes
@@ -146,7 +146,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add(
         "--resume",
         action="store_true",
-        help="keep what ended with 0 in the record in --out, if commit and command are equal",
+        help="keep parts that were run to their end, met or missed, at this commit, from --out",
     )
     add("--list", action="store_true", help="show all parts with their commands, and stop")
     add("--commit", default="", help="for the record, where this is no git checkout")
@@ -199,7 +199,7 @@ def _environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -
 
 
 def _earlier(out: Path, planned: Sequence[Part], commit: str) -> Iterator[tuple[str, Result]]:
-    """Parts that ended with 0, by the same command at the same commit."""
+    """Parts that were run to their end without a failure, by the same command at the same commit; misses are kept."""
     path = out / f"{NAME}.json"
     content: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not commit or commit.endswith("+changes") or content.get("commit") != commit:
@@ -207,19 +207,22 @@ def _earlier(out: Path, planned: Sequence[Part], commit: str) -> Iterator[tuple[
     by_name = {part.name: part for part in planned}
     for found in content["parts"]:
         part = by_name.get(found["name"])
-        if (
-            part is None
-            or not found["was_run"]
-            or found["exit_code"] != 0
-            or found["command"] != shlex.join(part.command)
-        ):
+        if part is None or found["command"] != shlex.join(part.command) or not _is_finished(found):
             continue
         start = f"{part.name}: "
         rows = [
             {**row, "name": row["name"].removeprefix(start)} for row in content["rows"] if row["name"].startswith(start)
         ]
         checks = [Check(each["name"], State(each["state"]), each["detail"]) for each in found["checks"]]
-        yield part.name, Result(part, checks, Ended(0, found["took_s"], {**found["record"], "rows": rows}))
+        yield (
+            part.name,
+            Result(part, checks, Ended(found["exit_code"], found["took_s"], {**found["record"], "rows": rows})),
+        )
+
+
+def _is_finished(part: Mapping[str, Any]) -> bool:
+    has_failed = any(check["state"] == State.FAILED.value for check in part["checks"])
+    return part["exit_code"] in (0, MISSED) and not has_failed
 
 
 def _end(number: int, _: FrameType | None) -> None:

@@ -136,7 +136,10 @@ def _of_row(row: Mapping[str, Any], is_on_gpu: bool) -> Iterator[Check]:
     elif "wrong" in row:
         is_right = not row["wrong"] and not row.get("error")
         problems = "; ".join((*row.get("problems", ()), *filter(None, [row.get("error")])))
-        yield Check(name, State.MET if is_right else State.MISSED, problems or f"{row['wrong']} wrong")
+        if is_right and row.get("cases") == 0:
+            yield Check(name, State.NOT_RUN, "no case of it was tried")
+        else:
+            yield Check(name, State.MET if is_right else State.MISSED, problems or f"{row['wrong']} wrong")
 
 
 def _is_missed(row: Mapping[str, Any]) -> bool:
@@ -154,4 +157,4 @@ def _first_line(text: str) -> str:
     return text.splitlines()[0] if text else ""
 
 
-__all__ = ["Check", "Ended", "Result", "State", "exit_code", "judge", "not_run"]
+__all__ = ["MISSED", "Check", "Ended", "Result", "State", "exit_code", "judge", "not_run"]

@@ -119,7 +119,7 @@ def _selftest(machine: Machine, backend: str) -> Part:
     names = tuple(f"{check.name} over {backend}" for check in CHECKS)
     absent = {} if machine.is_on_gpu else {"captured calls": _NO_GRAPHS, "all combinations": "only --quick on a CPU"}
     command = _torchrun(machine, "sglang_fl.comm.selftest", f"--backend={backend}", *quick)
-    return Part(f"selftest {backend}", command, 300.0, names, absent)
+    return Part(f"selftest {backend}", command, 420.0, names, absent)
 
 
 def _operations(machine: Machine) -> Part:

@@ -163,6 +163,8 @@ def test_a_wrong_element_is_1() -> None:
     """Given a self-test's or a benchmark's row with a wrong element or an error, then it is missed."""
     right = {"name": "decode x", "wrong": 0, "error": "", "problems": []}
     wrong = {"name": "send over flagcx", "wrong": 3, "error": "", "problems": ["rank 1: shape (3,)"]}
+    untried = {"name": "barrier over flagcx", "wrong": 0, "cases": 0}
+    assert judged(Ended(0, 1.0, {"rows": [right, untried]})).of(State.NOT_RUN)[0].name == "barrier over flagcx"
     ended_early = {"name": "gather over flagcx", "wrong": 0, "error": "rank 2: gone", "problems": []}
     result = judged(Ended(1, 1.0, {"rows": [right, wrong, ended_early]}))
     assert [(check.name, check.detail) for check in result.of(State.MISSED)] == [
@@ -326,9 +328,23 @@ def test_only_leaves_the_others_out_and_resume_keeps_what_there_is(planned: list
     _, found = call(tmp_path, "--only=two", "--resume")
     assert [each["was_run"] for each in found["parts"]] == [True, True]
     assert found["parts"][0]["took_s"] == first_s and len(found["rows"]) == 2
+    assert [each["name"] for each in found["rows"]] == ["one: decode fastest, batch 1", "two: decode flagcx, batch 1"]
     planned[0] = replace(planned[0], command=(*planned[0].command, "another"))
     _, found = call(tmp_path, "--only=two", "--resume")
     assert [each["was_run"] for each in found["parts"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("is_met", "then", "is_kept"), [(True, "", True), (False, "raise SystemExit(1)", True), (True, "1 / 0", False)]
+)
+def test_resume_keeps_misses_and_makes_failures_again(
+    planned: list[Part], tmp_path: Path, is_met: bool, then: str, is_kept: bool
+) -> None:
+    """Given a part that met, missed or failed, then only the failed one runs again; a miss stays."""
+    planned[:] = [program("one", [row(is_met, unit="prompts")], then)]
+    _, first = call(tmp_path)
+    _, second = call(tmp_path, "--resume")
+    assert (second["parts"][0]["took_s"] == first["parts"][0]["took_s"]) is is_kept
 
 
 @pytest.mark.parametrize(
