@@ -98,8 +98,8 @@ class RecordedTransport(Transport):
             name = f"{self._ring.name} {direction[0]}>{direction[1]}"
             # Gloo has no way to end a transfer that waits, but its own limit.
             ring = self._directions[direction] = self._new_ring(name, direction, None)
-        stream = self.inner.transfer_stream(operation, peer)
-        call = _around(ring, _TRANSFERS[operation], getattr(self.inner, operation.value), stream)
+        ring.stream_behind = self.inner.transfer_stream(operation, peer)
+        call = _around(ring, _TRANSFERS[operation], getattr(self.inner, operation.value))
         self._transfers[operation, peer] = call
         return call
 
@@ -150,13 +150,11 @@ _TRANSFERS = {
 }
 
 
-def _around(
-    ring: CallRing, subject: _Subject, call: Callable[..., Any], stream_behind: int | None = None
-) -> Callable[..., Any]:
-    """``stream_behind``: raw handle of the one to mark such calls on; if None, the current one at each call."""
+def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Callable[..., Any]:
     operation, tensor_at, peer_at = subject.operation.value, subject.tensor_at, subject.peer_at
     has_work, on_host = subject.has_work, ring.marker is None
     rows, size = ring.rows, len(ring.rows)
+    stream_behind = ring.stream_behind
     stream_now = raw_stream_of(ring.device) if stream_behind is None else (lambda: stream_behind)
     is_capturing = getattr(ring.marker, "is_capturing", None)
     site = CallSite()
@@ -196,7 +194,7 @@ def _around(
         row[TIME_OUT] = clock()
         row[ENDED] = True
         if ring.mark_wanted:
-            ring.mark(row)
+            ring.mark(row, is_close=True)
         return result
 
     return recorded_call

@@ -72,11 +72,13 @@ class Mark:
         number: of the last call before the event.
         event: with ``query()``, as torch's device events.
         time_s: when it was recorded, ``time.monotonic()``.
+        is_close: nothing was enqueued between the call and the event, which tells of that call alone.
     """
 
     number: int
     event: Any
     time_s: float
+    is_close: bool = False
 
 
 class Recorder(ABC):

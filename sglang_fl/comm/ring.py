@@ -46,6 +46,7 @@ class CallRing(Recorder):
         self._interrupt = interrupt
         self.has_captured_calls = False
         self.marker = marker_for(device)
+        self.stream_behind: int | None = None  # raw handle, where one is behind every call
         self._marks: deque[Mark] = deque(maxlen=1)
         self._works: WeakValueDictionary[int, RecordedWork] = WeakValueDictionary()
 
@@ -79,20 +80,26 @@ class CallRing(Recorder):
         if error is not None:
             row[_ERROR] = _first_line(error)
         elif self.mark_wanted:
-            self.mark(row)
+            self.mark(row, is_close=True)
 
     def enqueued(self, row: Row) -> None:
         """Record that the call has returned; on a device its work may still be under way."""
         row[TIME_OUT] = time.time_ns()
         row[ENDED] = True
 
-    def mark(self, row: Row) -> None:
-        """Record an event behind ``row``'s call on the current stream, unless that is being captured."""
-        event = None if self.marker is None else self.marker.here()
+    def mark(self, row: Row, is_close: bool = False) -> None:
+        """Record an event behind ``row``'s call, unless what it would be on is being captured.
+
+        On the current stream, or on the one that is behind all calls of this ring. ``is_close``: the call has only
+        just returned.
+        """
+        if self.marker is None:
+            return
+        event = self.marker.here() if self.stream_behind is None else self.marker.on(self.stream_behind)
         if event is None:
             return
         self.mark_wanted = False
-        self._marks.append(Mark(row[_NUMBER], event, time.monotonic()))
+        self._marks.append(Mark(row[_NUMBER], event, time.monotonic(), is_close))
 
     def refused(self, shape: Sequence[int] = ()) -> CommError:
         """The error of a call that is refused."""
@@ -199,7 +206,7 @@ class RecordedWork:
 
     def _end(self) -> None:
         if not self.row[ENDED]:
-            self._ring.leave(self.row)
+            self._ring.enqueued(self.row)  # of host memory, which has no marks
         elif self._ring.mark_wanted:
             self._ring.mark(self.row)
 

@@ -24,6 +24,7 @@ from sglang_fl.comm.backends.torch_dist.pairs import Pairs
 from sglang_fl.comm.backends.torch_dist.sends import SendWork
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorded import RecordedTransport
+from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext, Operation
 from sglang_fl.testing.ranks import RankContext, run_ranks
 
@@ -93,6 +94,7 @@ def _to_the_next(context: RankContext) -> None:
     assert _receive(pairs, previous) == [previous, rank, 0]
     pairs.send(_message(rank, previous, 1), previous)  # now connected
     assert _receive(pairs, (rank + 1) % size) == [(rank + 1) % size, rank, 1]
+    dist.barrier()  # what gloo has sent goes with its process
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -110,6 +112,7 @@ def _in_own_order(context: RankContext) -> None:
             pairs.send(_message(rank, dst, number), dst)
     for src in others[:: -1 if rank else 1]:
         assert [_receive(pairs, src) for _ in range(3)] == [[src, rank, number] for number in range(3)]
+    dist.barrier()
 
 
 def test_each_rank_begins_with_another() -> None:
@@ -206,6 +209,7 @@ def _captures(context: RankContext) -> None:
     pairs._is_capturing = lambda: True
     pairs.send(_message(context.rank, other, 1), other)
     assert _receive(pairs, other) == [other, context.rank, 1]
+    dist.barrier()
 
 
 def test_a_first_transfer_is_not_captured() -> None:
@@ -258,13 +262,16 @@ def test_a_captured_send_is_waited_for_by_its_own_thread() -> None:
 
 
 class Marking:
-    """Stands for a device's marker: nothing is ever captured, nothing marked."""
+    """Stands for a device's marker: nothing is ever captured, and an event is in words where it lies."""
 
     def is_capturing(self) -> bool:
         return False
 
-    def here(self) -> None:
-        return None
+    def here(self) -> str:
+        return "the caller's stream"
+
+    def on(self, stream: int) -> str:
+        return f"stream {stream}"
 
 
 class OwnStream(TorchTransport):
@@ -274,23 +281,33 @@ class OwnStream(TorchTransport):
         return 7 + peer if operation is Operation.SEND else None
 
 
-def _rows(context: RankContext) -> list[int]:
+def _rows(context: RankContext) -> list[object]:
     ring.marker_for = lambda device: Marking()
     group = _group(context)
     transport, other = RecordedTransport(OwnStream("torch", group), group), 1 - context.rank
     work = transport.send(_message(context.rank, other), other)
-    transport.recv(torch.zeros(3, dtype=torch.int64), other).wait()
-    work.wait()
-    streams = {}
-    for recorder in transport.recorders():
-        streams.update({call.operation: call.stream for call in recorder.calls()})
-    return [streams["send"], streams["recv"]]
+    received = transport.recv(torch.zeros(3, dtype=torch.int64), other)
+    streams: dict[str, list[object]] = {}
+    for recorder in transport.recorders()[1:]:
+        recorder.ask_for_mark()
+        (call,) = recorder.calls()
+        streams[call.operation] = [call.stream, recorder]
+    for one in (received, work):
+        one.wait()
+    for found in streams.values():
+        recorder = found.pop()
+        assert isinstance(recorder, Recorder)
+        mark = recorder.take_mark()
+        assert mark is not None and not mark.is_close
+        found.append(mark.event)
+    return streams["send"] + streams["recv"]
 
 
 def test_a_send_is_recorded_on_the_stream_behind_it() -> None:
     """Given a transport with a stream of its own for sends, when it sends and receives, then the send's row has that
-    stream, where the monitor marks it, and the receive's the caller's."""
-    assert run_ranks(_rows, 2, timeout_s=_LIMIT_S) == [[8, 0], [7, 0]]
+    stream, and the receive's the caller's; so have the events behind them when another thread might wait."""
+    here = [0, "the caller's stream"]
+    assert run_ranks(_rows, 2, timeout_s=_LIMIT_S) == [[8, "stream 8", *here], [7, "stream 7", *here]]
 
 
 class GoingOn:
@@ -381,6 +398,7 @@ def _with_streams(context: RankContext) -> tuple[list[str], list[str]]:
     pairs.send(_message(rank, other, 1), other)
     assert _receive(pairs, other) == [other, rank, 1]
     assert pairs._streams[other].done[: len(cold)] == cold
+    dist.barrier()
     return device.default.done, pairs._streams[other].done[-6:]
 
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class FlagCXRecorder(Recorder):
         mark = self.mark_now()
         if mark is not None:
             self._lib.sglang_fl_flagcx_mark_made(self._handle)
-            self._marks.append(mark)
+            self._marks.append(replace(mark, is_close=True))
 
     def _one(self, read: Callable[..., int], *arguments: int) -> RecordedCall | None:
         row = self._ffi.new("sglang_fl_flagcx_call *")
