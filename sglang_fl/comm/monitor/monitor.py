@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -21,6 +22,7 @@ from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
 from sglang_fl.comm.monitor.board import Board, store_of
 from sglang_fl.comm.monitor.ending import end_process
+from sglang_fl.comm.monitor.suspects import Suspect, suspects
 from sglang_fl.comm.monitor.verdict import Missing, Stuck, Verdict
 from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
 from sglang_fl.comm.recorder import RecordedCall, Recorder
@@ -32,7 +34,16 @@ DUMP_LIMIT_S = 2.0
 EXPLAIN_LIMIT_S = 2.0
 LEAVE_LIMIT_S = 0.5
 LINGER_S = 1.0
+_ASKED = 3  # calls of a device at most for which the peers are asked in turn who is missing
 _AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the earlier
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a call cannot complete: who is missing, if a peer told so, which; empty where its limit has passed."""
+
+    missing: tuple[Missing, ...] = ()
+    told_by: int | None = None
 
 
 class Group(Protocol):
@@ -124,14 +135,15 @@ class Monitor:
             if slow:
                 ranks = {rank for entry, _ in slow for rank in entry.recorder.ranks if rank != self._rank}
                 board.ask(ranks, [entry.key for entry, _ in slow])
-        for entry, found in slow:
-            verdict = self._verdict(entry, found, now_s)
-            if verdict is not None:
-                self._conclude(entry, verdict)
+        due = [(entry, found, reason) for entry, found in slow if (reason := self._reason(entry, found, now_s))]
+        for entry, found, reason in due:
+            if entry.is_host:
+                self._conclude(entry, self._verdict(entry, found, reason))
+        self._name_on_device([one for one in due if not one[0].is_host], watched)
         for entry in watched:
             told = self._told(entry)
             if entry.verdict is None and told is not None:  # this rank makes no call of it, and shall make none
-                self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank))
+                self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank, entry.is_idle()))
         self._answer_alarm()
 
     def _told(self, watched: Watched) -> Verdict | None:
@@ -179,19 +191,53 @@ class Monitor:
         recorder.explainer = partial(self._explain, watched)
         return watched
 
-    def _verdict(self, watched: Watched, pending: Pending, now_s: float, has_failed: bool = False) -> Verdict | None:
+    def _name_on_device(self, due: list[tuple[Watched, Pending, _Reason]], watched: list[Watched]) -> None:
+        """End the process if anything is ``due``, with the name of the call that is at fault."""
+        reasons = {entry: reason for entry, _, reason in due}
+        lost = frozenset(missing.rank for reason in reasons.values() for missing in reason.missing)
+        found = suspects([Suspect(entry, pending) for entry, pending, _ in due], watched, lost) if due else []
+        if not found:
+            return
+        common = max(reasons.values(), key=lambda reason: len(reason.missing))
+        verdicts = (
+            (one.watched, self._verdict(one.watched, one.pending, reasons.get(one.watched, common), one.others))
+            for one in found[:_ASKED]
+        )
+        asked: list[tuple[Watched, Verdict]] = []
+        for entry, verdict in verdicts:  # each may ask the peers
+            asked.append((entry, verdict))
+            if verdict.missing:
+                break
+        named, verdict = asked[-1] if asked[-1][1].missing else asked[0]
+        for entry in reasons:
+            if entry is not named and self._board is not None:
+                self._board.tell(entry.key, verdict)
+        self._conclude(named, verdict)
+
+    def _reason(self, watched: Watched, pending: Pending, now_s: float, has_failed: bool = False) -> _Reason | None:
+        """Why ``pending`` is not to be waited for any longer; None while it is."""
         ranks = watched.recorder.ranks
         # In this order: of who has ended because of what it found, that is known at least as early.
         lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host)
         told = self._told(watched)
         if told is not None:
-            return self._found(watched, pending.last, pending.waited_s, told.missing, told.rank)
-        if lost:
-            return self._found(watched, pending.last, pending.waited_s, lost)
-        if pending.waited_s < watched.limit_s:
-            return None
-        number = self._hanging(watched, pending)
-        return self._found(watched, number, pending.waited_s, self._peers.missing(ranks, watched.key, number))
+            return _Reason(told.missing, told.rank)
+        return _Reason(lost) if lost or pending.waited_s >= watched.limit_s else None
+
+    def _verdict(self, watched: Watched, pending: Pending, reason: _Reason, others: tuple[str, ...] = ()) -> Verdict:
+        recorder = watched.recorder
+        number = pending.last
+        missing = tuple(entry for entry in reason.missing if entry.rank in recorder.ranks) or reason.missing
+        if not missing and reason.told_by is None:
+            number = self._hanging(watched, pending)
+            missing = self._peers.missing(recorder.ranks, watched.key, number)
+        call = watched.call(number)
+        what, place = (call.what(), call.place) if call is not None else ("no longer recorded", "")
+        words, limit_s = f"number {number}, {what}", watched.limit_s
+        stuck = Stuck(
+            recorder.name, recorder.ranks, words, place, limit_s, pending.waited_s, pending.is_certain, others
+        )
+        return Verdict(self._rank, stuck, missing, reason.told_by)
 
     def _hanging(self, watched: Watched, pending: Pending) -> int:
         """Which of the pending calls hangs: the first that a peer has not entered, or else the last."""
@@ -200,16 +246,6 @@ class Monitor:
         beats = [self._board.beats.get(rank) for rank in watched.recorder.ranks if rank != self._rank]
         entered = [beat.entered.get(watched.key, pending.last) for beat in beats if beat is not None]
         return max(pending.first, min([pending.last, *(number + 1 for number in entered)]))
-
-    def _found(
-        self, watched: Watched, number: int, waited_s: float, missing: tuple[Missing, ...], told_by: int | None = None
-    ) -> Verdict:
-        call = watched.call(number)
-        what, place = (call.what(), call.place) if call is not None else ("no longer recorded", "")
-        stuck = Stuck(
-            watched.recorder.name, watched.recorder.ranks, f"number {number}, {what}", place, watched.limit_s, waited_s
-        )
-        return Verdict(self._rank, stuck, missing, told_by)
 
     def _conclude(self, watched: Watched, verdict: Verdict) -> None:
         """Dump, tell the peers, and end the waiting: on host memory in the calling thread, on a device the process."""
@@ -267,7 +303,8 @@ class Monitor:
         waited_s = time.time() - call.time_in_s
         pending = Pending(call.number, call.number, waited_s)
         self._peers.read(watched.recorder.ranks, watched.key)
-        return self._verdict(watched, pending, time.monotonic(), has_failed=True)
+        reason = self._reason(watched, pending, time.monotonic(), has_failed=True)
+        return None if reason is None else self._verdict(watched, pending, reason)
 
     def _leave(self) -> None:
         """Say that this process ends, and end; the process does not wait for anything that does not answer."""

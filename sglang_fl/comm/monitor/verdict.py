@@ -52,6 +52,8 @@ class Stuck:
         place: the code that called; empty where unknown.
         limit_s: of the group's operations, seconds.
         waited_s: how long it has been waited for, seconds.
+        is_certain: False where it may be done, and only what its stream has to do behind it is not.
+        others: calls of which the same may be said, on other streams.
     """
 
     recorder: str
@@ -60,6 +62,8 @@ class Stuck:
     place: str
     limit_s: float
     waited_s: float
+    is_certain: bool = True
+    others: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Verdict:
         stuck: the call.
         missing: who is not in it; empty where all are in it and it does not move all the same.
         told_by: the global rank that told this one of it; None where this rank found it itself.
+        is_idle: the rank itself has no call of the recorder under way; ``stuck`` is that of ``told_by``.
         pid: the process that found it.
     """
 
@@ -78,6 +83,7 @@ class Verdict:
     stuck: Stuck
     missing: tuple[Missing, ...] = ()
     told_by: int | None = None
+    is_idle: bool = False
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -93,23 +99,31 @@ class Verdict:
         place = f" called at {stuck.place}" if stuck.place else ""
         found = "" if self.told_by is None else f" (found by global rank {self.told_by})"
         dumped = f" The calls of this process are in {dump}." if dump else ""
+        group = f"group {stuck.recorder}, global rank {self.rank} of {list(stuck.ranks)}: "
+        if self.is_idle:
+            group += "no call of it is under way here, but it cannot go on; on the rank that found it, "
         return (
-            f"group {stuck.recorder}, global rank {self.rank} of {list(stuck.ranks)}: call {stuck.call}{shaped}{place} "
-            f"{self._outcome()}: {self._who()}{found}.{dumped} {self._advice()}"
+            f"{group}call {stuck.call}{shaped}{place} {self._outcome()}: {self._who()}{found}.{dumped} {self._advice()}"
         )
 
     def _outcome(self) -> str:
         stuck = self.stuck
-        if self.kind is PeerLost:
-            return "cannot complete"
-        if self.told_by is not None and stuck.waited_s < stuck.limit_s:
-            return "cannot complete"
-        return f"did not complete within {stuck.limit_s:g} s"
+        if self.kind is PeerLost or (self.told_by is not None and stuck.waited_s < stuck.limit_s):
+            if stuck.is_certain:
+                return "cannot complete"
+            return f"is not known to be done{self._nor('is')}, and a further call of the group cannot complete"
+        if stuck.is_certain:
+            return f"did not complete within {stuck.limit_s:g} s"
+        return f"was not seen to complete within {stuck.limit_s:g} s{self._nor('was')}"
+
+    def _nor(self, verb: str) -> str:
+        return "".join(f", nor {verb} {other}" for other in self.stuck.others)
 
     def _who(self) -> str:
         if self.missing:
             return "; ".join(str(missing) for missing in self.missing)
-        return "all ranks have entered it, and it does not move: the library, a device or the network does not work"
+        itself = "it does not" if self.stuck.is_certain else "it, or what is behind it on its stream, does not"
+        return f"all ranks have entered it, and {itself} move: the library, a device or the network does not work"
 
     def _advice(self) -> str:
         if any(missing.absence is Absence.ELSEWHERE for missing in self.missing):
@@ -135,6 +149,7 @@ def as_told(text: str) -> Verdict:
         ValueError, TypeError, KeyError: it is something else, such as another version's.
     """
     row = json.loads(text)
-    stuck = Stuck(**{**row["stuck"], "ranks": tuple(row["stuck"]["ranks"])})
+    tuples = {name: tuple(row["stuck"][name]) for name in ("ranks", "others")}
+    stuck = Stuck(**{**row["stuck"], **tuples})
     missing = tuple(Missing(**{**entry, "absence": Absence(entry["absence"])}) for entry in row["missing"])
-    return Verdict(row["rank"], stuck, missing, row["told_by"], row["pid"])
+    return Verdict(row["rank"], stuck, missing, row["told_by"], row["is_idle"], row["pid"])

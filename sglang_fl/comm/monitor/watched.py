@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +22,20 @@ _SIGHTINGS = 4096
 
 @dataclass(frozen=True)
 class Pending:
-    """Calls ``first`` to ``last`` of a recorder are not all done; ``waited_s``: since the last of them was entered."""
+    """Calls ``first`` to ``last`` of a recorder are not all done.
+
+    Attributes:
+        first, last: their numbers.
+        waited_s: since the last of them was entered.
+        is_certain: ``last`` itself is not done; False where that may be what its stream had to do since.
+        marked_s: on a device, when the event that is not done was recorded, ``time.monotonic()``.
+    """
 
     first: int
     last: int
     waited_s: float
+    is_certain: bool = True
+    marked_s: float = 0.0
 
 
 class Watched:
@@ -64,6 +74,20 @@ class Watched:
         """The call of that number, as long as it is kept."""
         return next((call for call in self.recorder.calls() if call.number == number), None)
 
+    def is_idle(self) -> bool:
+        """Whether it is known that no call of it is under way."""
+        return self.recorder.under_way() is None if self.is_host else self.done >= self.recorder.entered()
+
+    def unfinished(self) -> list[RecordedCall]:
+        """On a device, the calls that were not seen done, without those that only a graph holds."""
+        return [call for call in self.recorder.calls() if call.number > self.done and not call.captured]
+
+    def mark_and_look(self) -> None:
+        """Look at the device now, with a mark behind the last call; may wait as long as the stream takes nothing."""
+        with CAPTURES.device_call() as allowed:
+            if allowed and not self._is_broken:
+                self._ask_device(self._mark_now)
+
     def _on_host(self, now_s: float) -> Pending | None:
         call = self.recorder.under_way()
         if call is None:
@@ -90,7 +114,8 @@ class Watched:
             return None
         last = self._marks[0].number
         since_s = next((seen_s for number, seen_s in self._sightings if number >= last), now_s)
-        return Pending(self.done + 1, last, now_s - min(since_s, self._marks[0].time_s))
+        mark = self._marks[0]
+        return Pending(self.done + 1, last, now_s - min(since_s, mark.time_s), mark.is_close, mark.time_s)
 
     def _take(self, mark: Mark | None) -> None:
         if mark is None:
@@ -100,16 +125,28 @@ class Watched:
             self._marked = mark.number
 
     def _look_at_device(self, now_s: float, entered: int) -> None:
+        self._ask_device(lambda: self._want_mark(now_s, entered))
+
+    def _want_mark(self, now_s: float, entered: int) -> None:
+        if entered <= self._marked:
+            return
+        if now_s - self._sightings[-1][1] >= _MARK_PAUSE_S:
+            self._mark_now()  # nothing is called any more: nobody else would
+        elif now_s - self._asked_s >= _MARK_PAUSE_S:
+            self._asked_s = now_s
+            self.recorder.ask_for_mark()
+
+    def _mark_now(self) -> None:
+        # A further mark would tell nothing before those are done, and a stream that is stuck may take no more.
+        if not self._marks and self.recorder.entered() > self._marked:
+            self._take(self.recorder.mark_now())
+
+    def _ask_device(self, mark: Callable[[], object]) -> None:
+        """See what is done, then ``mark`` what is to be seen next."""
         try:
             while self._marks and self._marks[0].event.query():
                 self.done = self._marks.popleft().number
-            if entered <= self._marked:
-                return
-            if now_s - self._sightings[-1][1] >= _MARK_PAUSE_S:
-                self._take(self.recorder.mark_now())  # nothing is called any more: nobody else would mark it
-            elif now_s - self._asked_s >= _MARK_PAUSE_S:
-                self._asked_s = now_s
-                self.recorder.ask_for_mark()
+            mark()
         except RuntimeError as error:  # the device itself has failed: every call of the process says so
             self._is_broken = True
             logger.error("[sglang_fl] %s: its device can no longer be watched: %s", self.recorder.name, error)
