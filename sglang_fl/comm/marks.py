@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from sglang_fl.comm.captures import CAPTURES
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,20 @@ class DeviceEvent:
         """Whether everything before it is done."""
         with self.module.device(self.device):
             return bool(self.event.query())
+
+    def wait_on_host(self) -> None:
+        """Block the calling thread, and no stream, until everything before it is done.
+
+        While the process captures a graph the event is not asked, which would end the capture.
+        """
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._was_seen_done():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _was_seen_done(self) -> bool:
+        with CAPTURES.device_call() as allowed:
+            return allowed and self.query()
 
 
 class Marker:

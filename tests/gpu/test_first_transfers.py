@@ -249,8 +249,8 @@ def _captured_first(context: RankContext) -> str:
     return str(caught.value)
 
 
-def test_a_first_transfer_is_not_captured(two_places: Places) -> None:
-    """Given ranks of backend torch that are not connected, when they send in a capture, then an error says what to do,
+def test_a_first_transfer_is_not_captured(backend: str, two_places: Places) -> None:
+    """Given ranks that are not connected, when they send in a capture, then an error says what to do,
     the capture is good, and they can be connected afterwards."""
-    for text in _run(_captured_first, "torch", two_places):
+    for text in _run(_captured_first, backend, two_places):
         assert "first transfer lies in a graph's capture" in str(text)

@@ -24,7 +24,7 @@ from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder, close_within
 from sglang_fl.comm.backends.flagcx.types import DataType, FlagCXOperation
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.marks import raw_stream
+from sglang_fl.comm.marks import DeviceEvent, marker_for, raw_stream
 from sglang_fl.comm.places import Place
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext, Work
@@ -37,23 +37,41 @@ _OPERATIONS = (FlagCXOperation.SEND, FlagCXOperation.RECV)  # of the roles
 
 @dataclass(frozen=True)
 class SendWork:
-    """A send on a channel's thread; on a device, its event."""
+    """A send on a channel's thread; on a device, its event.
 
-    future: Future[Any]
+    The stream of the thread that sent can wait for it. Another thread, which holds the buffer until it was read, waits
+    on the host: its stream is mostly the default one, and what runs there must not wait for a peer.
+    """
+
+    future: Future[DeviceEvent | None]
+    thread: int  # that called send
+    is_captured: bool = False
 
     def wait(self) -> None:
-        """Block until it is done; on a device, until it is enqueued, and let the current stream wait for the rest.
+        """Block until it is done; on a device, in the sender's thread, let the current stream wait for it instead.
 
         Raises:
-            CommError: it failed.
+            CommError: it failed; or it was captured into a graph, and another thread waits for it.
         """
         done = self.future.result()
-        if done is not None:
-            done.wait()
+        if done is None:
+            return
+        if threading.get_ident() == self.thread:
+            done.event.wait()
+        elif self.is_captured:
+            raise CommError(
+                "flagcx: a send in a graph's capture must be waited for on the captured stream; use isend and wait for "
+                "its work before the capture ends"
+            )
+        else:
+            done.wait_on_host()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
-        return self.future.done()
+        """Whether it is done or has failed."""
+        if not self.future.done():
+            return False
+        done = None if self.future.exception() is not None else self.future.result()
+        return done is None or done.query()
 
 
 class DoneWork:
@@ -73,7 +91,7 @@ class _Job:
     dtype: int
     ready: Any  # event after which the tensor holds its data; None for host memory
     place: Place
-    future: Future[Any]
+    future: Future[DeviceEvent | None]
 
 
 @dataclass(frozen=True)
@@ -100,21 +118,21 @@ class _Peer:
     def __init__(self, channels: Channels, peer: int) -> None:
         self._channels = channels
         self._peer = peer
-        self._last: Future[Any] | None = None
+        self._last: Future[DeviceEvent | None] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._problem: CommError | None = None
         self.pair: Future[_Pair] = Future()
         self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, dtype: int, place: Place) -> Work:
+    def send(self, tensor: torch.Tensor, dtype: int, place: Place, is_captured: bool) -> Work:
         job = _Job(tensor, dtype, self._channels.event_here(), place, Future())
         if self._channels.enqueues and self.is_idle():
             self._carry(job)
         else:
             self._jobs.put(job)
         self._last = job.future
-        return SendWork(job.future)
+        return SendWork(job.future, threading.get_ident(), is_captured)
 
     def is_idle(self) -> bool:
         """Whether the pair is made and every send so far has been carried or enqueued."""
@@ -166,6 +184,8 @@ class Channels:
         self._context = context
         self._library = library
         self._device = None if context.device.type == "cpu" else torch.get_device_module(context.device)
+        marker = marker_for(context.device)
+        self._is_capturing = _never if marker is None else marker.is_capturing
         self._peers: dict[int, _Peer] = {}
         self._recorders: list[FlagCXRecorder] = []
         self._functions = tuple(library.function(operation) for operation in _OPERATIONS)
@@ -180,23 +200,37 @@ class Channels:
         return tuple(self._recorders)
 
     def send(self, tensor: torch.Tensor, dst: int, dtype: int, place: Place) -> Work:
-        """Start to send; ``tensor`` must stay alive and unchanged until the work is done. ``place``: the caller's."""
-        return self._to(dst).send(tensor, dtype, place)
+        """Start to send; ``tensor`` must stay alive and unchanged until the work is done. ``place``: the caller's.
+
+        Raises:
+            CommError: it is the first transfer with ``dst``, and the stream is being captured.
+        """
+        is_captured = self._is_capturing()
+        return self._to(dst, is_captured).send(tensor, dtype, place, is_captured)
 
     def recv(self, tensor: torch.Tensor, src: int, dtype: int, place: Place) -> Work:
-        """Receive into ``tensor``; done when this returns, on a device in the order of the current stream."""
-        incoming = self._to(src).pair.result().incoming
+        """Receive into ``tensor``; done when this returns, on a device in the order of the current stream.
+
+        Raises:
+            CommError: as :meth:`send`; or the pair could not be made.
+        """
+        incoming = self._to(src, self._is_capturing()).pair.result().incoming
         if self.enqueues:
             # What waits on the device from here on must not hold up a connection or a send that it depends on.
             for peer in self._peers.values():
                 peer.settle()
         done = self.transfer(incoming, RECEIVER, tensor, dtype, self.event_here(), place)
         if done is not None:
-            done.wait()
+            done.event.wait()
         return DoneWork()
 
-    def _to(self, peer: int) -> _Peer:
+    def _to(self, peer: int, is_captured: bool) -> _Peer:
         found = self._peers.get(peer)
+        if is_captured and (found is None or not found.is_idle()):
+            raise CommError(
+                f"group {self._context.name}, {self._name}: no transfer between ranks {self._context.rank} and {peer}: "
+                "their first transfer lies in a graph's capture; let both ranks do one before they capture"
+            )
         if found is None:
             found = self._peers[peer] = _Peer(self, peer)
         return found
@@ -211,7 +245,7 @@ class Channels:
 
     def transfer(
         self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, ready: Any, place: Place
-    ) -> Any:
+    ) -> DeviceEvent | None:
         """Call the library's send or recv; on a device enqueue it behind ``ready`` and return its own event."""
         if self._device is None:
             self._call(direction, role, tensor, dtype, 0, place)
@@ -221,7 +255,7 @@ class Channels:
         stream.wait_event(ready)
         self._call(direction, role, tensor, dtype, raw_stream(stream), place)
         tensor.record_stream(stream)
-        return stream.record_event()
+        return DeviceEvent(stream.record_event(), self._context.device, self._device)
 
     def _call(
         self, direction: _Direction, role: int, tensor: torch.Tensor, dtype: int, stream: int, place: Place
@@ -256,7 +290,7 @@ class Channels:
         probe = torch.zeros(1, dtype=torch.uint8, device=context.device)
         done = self.transfer(direction, role, probe, int(DataType.UINT8), self.event_here(), place=0)
         if done is not None:
-            done.synchronize()
+            done.event.synchronize()
         return direction
 
     def _record(self, communicator: FlagCXCommunicator, peer: int, role: int) -> FlagCXRecorder:
@@ -304,6 +338,10 @@ class Channels:
                 close_within(direction.communicator, _left_s(ends_s))
         self._peers.clear()
         self._recorders.clear()
+
+
+def _never() -> bool:
+    return False
 
 
 def _left_s(ends_s: float) -> float:
