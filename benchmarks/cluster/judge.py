@@ -104,8 +104,8 @@ def judge(part: Part, ended: Ended, limit_s: float, is_on_gpu: bool) -> Result:
     is_explained = any(check.state in (State.FAILED, State.MISSED) for check in checks)
     is_incomplete = ended.code == INCOMPLETE and bool(ended.content.get("not_run"))
     # On a CPU, bars of time are not held, and a code of 1 may be theirs alone.
-    is_time_alone = not is_on_gpu and any(_is_missed(row) for row in rows)
-    if ended.code and not (is_explained or is_incomplete or is_time_alone):
+    has_missed = any(_is_missed(row) for row in rows)
+    if ended.code and not (is_explained or is_incomplete or has_missed):
         tail = "\n".join(ended.said.splitlines()[-_TAIL_LINES:])
         checks.append(Check(f"exit code {ended.code}", State.FAILED, f"its output ends:\n{tail}"))
     return Result(part, checks, ended)

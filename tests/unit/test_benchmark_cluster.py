@@ -66,6 +66,7 @@ def test_the_parts_are_everything_at_that_many_ranks() -> None:
         "e2e tp=8 DP attention, qwen3-14b",
     ]
     assert not any(part.cannot or part.absent for part in found)
+    assert "--pp=2" in found[5].command and "--dp-attention" in found[6].command
     assert all("--nproc-per-node=8" in part.command for part in found[:3])
     assert "--graph" in found[2].command and "--quick" not in found[0].command
 
@@ -270,10 +271,10 @@ def test_parts_run_one_after_another_and_a_failure_costs_itself_only(tmp_path: P
 
 
 def test_a_record_of_an_earlier_run_is_not_taken_for_this_one_s(tmp_path: Path) -> None:
-    """Given a record from before and a command that writes none, then it is a failure."""
+    """Given a record from before and a command that writes none, then nothing of the old one counts."""
     (tmp_path / "one.json").write_text(json.dumps({"rows": [row()]}))
-    (result,) = ran([replace(PART, command=(sys.executable, "-c", "raise SystemExit(1)"))], tmp_path)
-    assert result.state is State.FAILED
+    (result,) = ran([replace(PART, command=(sys.executable, "-c", "pass"))], tmp_path)
+    assert states(result) == {"decode *": State.NOT_RUN}
 
 
 def test_the_limit_of_all_leaves_out_what_would_end_later(tmp_path: Path) -> None:
@@ -332,6 +333,17 @@ def test_only_leaves_the_others_out_and_resume_keeps_what_there_is(planned: list
     planned[0] = replace(planned[0], command=(*planned[0].command, "another"))
     _, found = call(tmp_path, "--only=two", "--resume")
     assert [each["was_run"] for each in found["parts"]] == [False, True]
+
+
+def test_resume_keeps_nothing_of_another_commit(
+    planned: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a record of another commit, or of one with changes, then its parts are not kept."""
+    for commits in (("abc", "def"), ("abc+changes", "abc+changes")):
+        for commit, more in zip(commits, (["--only=one"], ["--only=two", "--resume"]), strict=True):
+            monkeypatch.setattr(command.record, "describe_commit", lambda commit=commit: commit)
+            _, found = call(tmp_path, *more)
+        assert [each["was_run"] for each in found["parts"]] == [False, True]
 
 
 @pytest.mark.parametrize(
