@@ -424,7 +424,7 @@ def test_a_rank_that_is_told_says_whether_it_is_in_a_call(monkeypatch: pytest.Mo
     process.board.verdicts["tp:0 flagcx#1"] = as_told(to_tell(Verdict(2, stuck, (KILLED,))))
     text = process.look()
     idle = (
-        "no call of it was under way here, but it cannot go on; on the rank that found it, call number 2, all_reduce "
+        "no call of it was under way here, but it cannot go on; on the rank that found it: call number 2, all_reduce "
         "float32[8] called at model.py:3 forward cannot complete: "
     )
     assert (idle if is_done else "call number 1, all_gather float32[8] cannot complete: ") in text

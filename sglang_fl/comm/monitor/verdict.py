@@ -101,7 +101,7 @@ class Verdict:
         dumped = f" The calls of this process are in {dump}." if dump else ""
         group = f"group {stuck.recorder}, global rank {self.rank} of {list(stuck.ranks)}: "
         if self.is_idle:
-            group += "no call of it was under way here, but it cannot go on; on the rank that found it, "
+            group += "no call of it was under way here, but it cannot go on; on the rank that found it: "
         return (
             f"{group}call {stuck.call}{shaped}{place} {self._outcome()}: {self._who()}{found}.{dumped} {self._advice()}"
         )
