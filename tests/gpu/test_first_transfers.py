@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import Mark, Recorder
@@ -216,7 +217,7 @@ def _captured(context: RankContext) -> None:
     _exchange(communicator)
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
-    with communicator.graph_capture(), torch.cuda.graph(graph):
+    with CAPTURES.capture(), communicator.graph_capture(), torch.cuda.graph(graph):
         sent = communicator.isend(own, 1 - rank)
         communicator.recv_into(received, 1 - rank)
         assert sent.work is not None
@@ -241,7 +242,7 @@ def _captured_first(context: RankContext) -> str:
     communicator, rank = _communicator(context), context.rank
     tensor = _message(communicator, 8, 1.0)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(CommError) as caught:
+    with CAPTURES.capture(), torch.cuda.graph(graph), pytest.raises(CommError) as caught:
         tensor.add_(1)
         communicator.isend(tensor, 1 - rank)
     _exchange(communicator)
