@@ -86,7 +86,7 @@ def _eager(context: RankContext) -> None:
         number = recorder.entered() + 1
         result = communicator.all_reduce(_ones(communicator))
         mark = recorder.take_mark()
-    assert mark is not None and mark.number == number
+    assert mark is not None and mark.number == number and mark.is_close
     _wait_for(mark)
     assert result.cpu().eq(2).all()
     call = recorder.last()

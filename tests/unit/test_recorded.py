@@ -9,13 +9,13 @@ import gc
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from sglang_fl.comm import places
+from sglang_fl.comm import places, ring
 from sglang_fl.comm.errors import CommError, PeerLost
 from sglang_fl.comm.places import CallSite, in_words, is_on_the_way
 from sglang_fl.comm.recorded import RecordedTransport, recorded
@@ -320,6 +320,37 @@ def test_host_memory_has_no_marks(transport: RecordedTransport) -> None:
     transport.all_reduce(torch.ones(3))
     assert recorder.take_mark() is recorder.mark_now() is None
     assert not recorder.has_captured()
+
+
+def test_a_mark_says_whether_it_is_right_behind_its_call(
+    inner: HandmadeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a device, when a mark is asked for, then one that the call itself makes is close; one that is made later,
+    at a work's wait or by the monitor, is not."""
+    marker = SimpleNamespace(here=lambda: "event", on=lambda stream: "event", is_capturing=lambda: False)
+    monkeypatch.setattr(ring, "marker_for", lambda device: marker)
+    made = ring.CallRing("tp:0 handmade", (0, 1), CPU)
+    made.ask_for_mark()
+    made.leave(made.enter("all_reduce"))
+    found = [made.take_mark(), made.mark_now()]
+    transport = RecordedTransport(inner, context_of())
+    recorder = ring_of(transport)
+    tensor = torch.ones(3)
+    calls: list[Callable[[], object]] = [
+        lambda: transport.all_reduce(tensor),
+        lambda: _waited(transport.broadcast(tensor, 1)),
+    ]
+    for call in calls:
+        recorder.ask_for_mark()
+        call()
+        found.append(recorder.take_mark())
+    assert [mark is not None and mark.is_close for mark in found] == [True, False, True, False]
+    assert [mark is not None and mark.number for mark in found] == [1, 1, 1, 2]
+
+
+def _waited(work: Work | None) -> None:
+    assert work is not None
+    work.wait()
 
 
 # --- who is wrapped ---
