@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.errors import CommError
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.002
@@ -46,9 +47,16 @@ class SendWork:
                 "and wait for its work before the capture ends"
             )
         pause_s = _SHORTEST_PAUSE_S
-        while not self.is_completed():
+        while not self._was_seen_done():
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _was_seen_done(self) -> bool:
+        # To ask the device from here would end a capture of this process.
+        if self._device is None:
+            return self.is_completed()
+        with CAPTURES.device_call() as allowed:
+            return allowed and self.is_completed()
 
     def is_completed(self) -> bool:
         """Whether it is done."""
