@@ -95,7 +95,7 @@ test-faults: setup
 test-tools: setup
 	$(BIN)/python -m pytest $(TOOLS) --complete
 
-# The run for machines of several accelerators, at two ranks on the CPU: six minutes.
+# The run for machines of several accelerators, at two ranks on the CPU: five minutes.
 test-cluster: setup
 	$(BIN)/python -m pytest $(CLUSTER) --complete
 

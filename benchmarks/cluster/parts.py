@@ -94,7 +94,7 @@ def parts(machine: Machine) -> Iterator[Part]:
     yield _routes(machine)
     half = machine.ranks // 2
     yield _e2e(machine, f"e2e tp={machine.ranks}", machine.shape, machine.ranks)
-    yield _e2e(machine, f"e2e tp={half} pp=2", machine.shape, half, "--pp=2")
+    yield _e2e(machine, f"e2e tp={half} pp=2", machine.shape, half, _STAGES)
     yield _dp_attention(machine)
 
 
@@ -106,6 +106,7 @@ def dp_attention_shape(shape: str) -> str:
 # SGLang 0.5.11 does not split the attention of Qwen2 over less than all ranks.
 _WITH_DP_ATTENTION = {"qwen2.5-14b": "qwen3-14b", "tiny-8": "tiny-qwen3-8"}
 _NO_GRAPHS = "a CPU has no graphs"
+_STAGES = "--pp=2"
 
 
 def _torchrun(machine: Machine, module: str, *arguments: str) -> tuple[str, ...]:
@@ -166,6 +167,8 @@ def _e2e(machine: Machine, name: str, shape: str, tp: int, *more: str) -> Part:
     # float32: on a CPU nothing else is to be seen than whether tokens are right, and bfloat16 leaves ties.
     floats = () if machine.is_on_gpu else ("--", "--dtype=float32")
     absent = {} if machine.is_on_gpu else {"fastest": "mode fastest has routes of its own on GPUs only"}
+    if _STAGES in more and not machine.is_on_gpu:
+        absent["transfers between stages over FlagCX"] = "SGLang sends them over gloo on a CPU"
     if machine.starts == 1:
         absent["server ready"] = "the first round finds no warm caches: --starts 2 at least"
     return Part(name, command, 1500.0, tuple(_rows(machine, compared, tp)), absent, True, floats)

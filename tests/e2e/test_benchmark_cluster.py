@@ -26,6 +26,7 @@ NOT_RUN = {
     "routes": {"all of it"},
     **{name: {"fastest", "server ready", *(f"bar of {time}" for time in TIMES)} for name in SERVERS},
 }
+NOT_RUN["e2e tp=1 pp=2"].add("transfers between stages over FlagCX")
 Finished = tuple[subprocess.CompletedProcess[str], dict[str, Any], Path]
 
 

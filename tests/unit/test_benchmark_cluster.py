@@ -78,6 +78,7 @@ def test_on_a_cpu_what_cannot_be_seen_there_is_named() -> None:
     assert set(found["selftest torch"].absent) == {"captured calls", "all combinations"}
     assert set(found["operations"].absent) == {"captured calls"}
     assert set(found["e2e tp=8"].absent) == {"fastest"}
+    assert set(found["e2e tp=4 pp=2"].absent) == {"fastest", "transfers between stages over FlagCX"}
 
 
 def test_one_round_of_servers_cannot_tell_when_they_are_ready() -> None:
