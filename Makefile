@@ -18,7 +18,7 @@ $(shell rm -f $(VENV)/.installed $(VENV)/.requirements)
 endif
 endif
 
-.PHONY: setup demo test check lint typecheck pytest test-random test-faults test-tools test-cluster soak hostcx sanitize bench docs clean
+.PHONY: setup demo test check lint typecheck pytest test-random test-faults test-tools test-serving soak hostcx sanitize bench docs clean
 
 setup: $(VENV)/.installed hostcx
 
@@ -62,9 +62,9 @@ typecheck: setup
 	$(call say,mypy)
 	$(BIN)/mypy
 
-# They load SGLang a hundred times and start twenty servers: a target of their own.
+# They load SGLang a hundred times and start forty servers: targets of their own.
 TOOLS := tests/e2e/test_doctor.py tests/e2e/test_bisect.py
-CLUSTER := tests/e2e/test_benchmark_cluster.py
+SERVING := tests/e2e/test_benchmark_cluster.py tests/e2e/test_benchmark_e2e.py tests/e2e/test_benchmark_shapes.py
 
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
@@ -72,7 +72,7 @@ pytest: setup $(VENV)/.network-tools
 	$(call say,ranks that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/faults --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
-	$(BIN)/python -m pytest tests/e2e tests/multinode $(TOOLS:%=--ignore %) $(CLUSTER:%=--ignore %) --complete
+	$(BIN)/python -m pytest tests/e2e tests/multinode $(TOOLS:%=--ignore %) $(SERVING:%=--ignore %) --complete
 
 # The two hosts are made with ip, which needs root; the documents' blocks call curl.
 $(VENV)/.network-tools: | $(VENV)/.requirements
@@ -95,9 +95,10 @@ test-faults: setup
 test-tools: setup
 	$(BIN)/python -m pytest $(TOOLS) --complete
 
-# The run for machines of several accelerators, at two ranks on the CPU: five minutes.
-test-cluster: setup
-	$(BIN)/python -m pytest $(CLUSTER) --complete
+# The benchmarks that start servers, also that for machines of several accelerators, at two ranks on the CPU: seven
+# minutes.
+test-serving: setup
+	$(BIN)/python -m pytest $(SERVING) --complete
 
 # 2,000 requests through a server at tp=2 on hostcx: memory, descriptors and shared memory that they leave behind.
 soak: setup

@@ -1,4 +1,4 @@
-"""One part of the run of everything on one machine, with two real ranks; make test-cluster has all of them."""
+"""One part of the run of everything on one machine, with two real ranks; make test-serving has all of them."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import command as cluster
+from benchmarks.e2e import command as end_to_end
 from sglang_fl.cli.doctor import command
 from sglang_fl.cli.doctor.report import Report
 from sglang_fl.comm import bench, selftest
@@ -39,7 +41,7 @@ def test_the_table_of_keys_is_that_of_the_json(page: str) -> None:
 def test_every_option_that_the_page_names_exists(page: str) -> None:
     """Given the options in the page's text, then one of the programs has each."""
     known = {option for parameter in command.params for option in parameter.opts}
-    for parse in (bench.parse, selftest.parse):
+    for parse in (bench.parse, selftest.parse, end_to_end.parse, cluster.parse):
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
             parse(["--help"])
         known |= set(re.findall(r"--?[a-z][a-z-]*", out.getvalue()))
@@ -52,7 +54,7 @@ def test_every_option_that_the_page_names_exists(page: str) -> None:
         "--local-addr",
         "--standalone",
     }
-    others = {"--help", "--model-path", "--tp", "-m", "-s", "-c"}
+    others = {"--help", "--model-path", "--tp", "--dp-size", "--enable-dp-attention", "-m", "-s", "-c"}
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w-])", read(page)))
     assert named - known - torchruns - others == set()
 
