@@ -18,7 +18,7 @@ $(shell rm -f $(VENV)/.installed $(VENV)/.requirements)
 endif
 endif
 
-.PHONY: setup demo test check lint typecheck pytest test-random test-faults test-tools test-serving soak hostcx sanitize bench docs clean
+.PHONY: setup demo test check lint typecheck pytest test-random test-faults test-tools test-serving test-documents soak hostcx sanitize bench docs clean
 
 setup: $(VENV)/.installed hostcx
 
@@ -62,17 +62,19 @@ typecheck: setup
 	$(call say,mypy)
 	$(BIN)/mypy
 
-# They load SGLang a hundred times and start forty servers: targets of their own.
-TOOLS := tests/e2e/test_doctor.py tests/e2e/test_bisect.py
-SERVING := tests/e2e/test_benchmark_cluster.py tests/e2e/test_benchmark_e2e.py tests/e2e/test_benchmark_shapes.py
+# They load SGLang a hundred times and start fifty servers: targets of their own, so that make test ends in half an hour.
+TOOLS := tests/e2e/test_doctor.py tests/e2e/test_bisect.py tests/multinode/test_doctor.py
+SERVING := $(wildcard tests/e2e/test_benchmark_*.py)
+DOCUMENTS := tests/distributed/test_document_blocks.py tests/e2e/test_document_blocks.py
+OWN := $(TOOLS) $(SERVING) $(DOCUMENTS)
 
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
-	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu -n 2 --complete
+	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu $(OWN:%=--ignore %) -n 2 --dist loadgroup --complete
 	$(call say,ranks that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/faults --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
-	$(BIN)/python -m pytest tests/e2e tests/multinode $(TOOLS:%=--ignore %) $(SERVING:%=--ignore %) --complete
+	$(BIN)/python -m pytest tests/e2e tests/multinode $(OWN:%=--ignore %) --complete
 
 # The two hosts are made with ip, which needs root; the documents' blocks call curl.
 $(VENV)/.network-tools: | $(VENV)/.requirements
@@ -91,14 +93,18 @@ test-random: setup
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults --runs 20 --complete
 
-# The doctor on wrong set-ups, and bisect on real servers with planted faults: six minutes.
-test-tools: setup
+# The doctor on wrong set-ups, and bisect on real servers with planted faults: seven minutes.
+test-tools: setup $(VENV)/.network-tools
 	$(BIN)/python -m pytest $(TOOLS) --complete
 
 # The benchmarks that start servers, also that for machines of several accelerators, at two ranks on the CPU: seven
 # minutes.
 test-serving: setup
 	$(BIN)/python -m pytest $(SERVING) --complete
+
+# Every block of the documents that needs neither a GPU nor a network, in its page's order: four minutes.
+test-documents: setup $(VENV)/.network-tools
+	$(BIN)/python -m pytest $(DOCUMENTS) --complete
 
 # 2,000 requests through a server at tp=2 on hostcx: memory, descriptors and shared memory that they leave behind.
 soak: setup
