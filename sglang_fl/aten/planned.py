@@ -65,20 +65,18 @@ class Replacement:
         self._new_library = new_library
         self._dispatch_key = gems.dispatch_key
         device = AcceleratorDevice()
-        entries = [entry for entry in gems.entries if entry.name in names]
         in_graphs, outside = forms.least_sizes(), forms.least_sizes(least_gain_us)
+        entries = [entry for entry in gems.entries if entry.name in names and entry.key in in_graphs]
         own = {entry.key: torch.library.get_kernel(f"aten::{entry.key}", self._dispatch_key) for entry in entries}
-        self.in_graphs = [
-            GraphOperator(entry, own[entry.key], forms, device, exact_only)
-            for entry in entries
-            if entry.key in in_graphs
-        ]
+        self.in_graphs = [GraphOperator(entry, own[entry.key], forms, device, exact_only) for entry in entries]
         kind = PlannedOperator if keeps_plans else EagerOperator
         self.eager = [
             kind(entry, own[entry.key], forms, device, exact_only, least_gain_us, outside[entry.key])
             for entry in entries
             if entry.key in eager and entry.key in outside
         ]
+        # What cannot be registered is to be known now, not when a graph is captured.
+        self._registered(self.in_graphs)._destroy()
         self._library = self._registered(self.eager)
 
     @contextmanager
@@ -165,6 +163,8 @@ class ReplacedOperator:
         for name, value in kwargs.items():
             key.append(name)
             _add_to_key(key, tensors, value)
+        if self._changed and len(tensors) > 1:
+            key.append(_shares_memory(tensors))
         found = tuple(key)
         way = self._ways.get(found)
         if way is None:
@@ -192,6 +192,9 @@ class ReplacedOperator:
     def _takes(self, tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         here = self._device.index()
         if not tensors or any(tensor.get_device() != here for tensor in tensors):
+            return False
+        # What is written while it is read PyTorch refuses or copies first; FlagGems does not look.
+        if self._changed and _shares_memory(tensors):
             return False
         call = form_of_call(self.operator, args, kwargs)
         return call is not None and self._forms.take(call, self._least_gain_us, self._exact_only)
@@ -298,6 +301,12 @@ class _Front:
             dtype = torch.get_default_dtype()
         tensor = next(value for value in args if isinstance(value, torch.Tensor))
         return torch.empty(0, dtype=dtype, device=tensor.device)
+
+
+def _shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them lies in the first one's memory."""
+    is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]  # torch has no types here
+    return any(is_alias_of(tensors[0], tensor) for tensor in tensors[1:])
 
 
 def _add_to_key(key: list[Any], tensors: list[torch.Tensor], value: Any) -> None:

@@ -386,6 +386,28 @@ class TestOperator:
                 torch.add(tensor(1, 2), tensor(1, 1))
         assert not kernel.launches
 
+    def test_what_is_written_while_it_is_read_stays_pytorchs(
+        self, put: Any, kernel: Kernel, device: HostDevice
+    ) -> None:
+        """Given add_ of apart tensors noted, when they overlap, then PyTorch refuses it; one with itself it adds."""
+
+        def add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            kernel(left, left, right, 1)
+            return left
+
+        put("add_.Tensor", add_in_place, Forms([measured("add_.Tensor(int64 2, int64 2)")]), device)
+        whole = tensor(1, 2, 3)
+        with torch.inference_mode():
+            for _ in range(3):
+                assert tensor(1, 2).add_(tensor(1, 1)).tolist() == [2, 3]
+            launches = len(kernel.launches)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="single memory location"):
+                    whole[1:].add_(whole[:-1])
+            same = whole[:2]
+            assert same.add_(same).tolist() == [2, 4]
+        assert len(kernel.launches) == launches > 0
+
     def test_for_a_record_the_function_is_called_each_time(self, put: Any, device: HostDevice) -> None:
         """Given records, when called three times, then FlagGems' function ran three times."""
         calls = []
