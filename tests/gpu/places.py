@@ -12,12 +12,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.testing.ranks import RankContext, run_ranks
 
 # Of ranks that share a GPU; FlagCX reads a host id and an interface of its own.
 _THROUGH_THE_NETWORK = {
@@ -69,6 +73,34 @@ class Places:
             ([sys.executable, *launch, f"--node-rank={host}", *arguments], {**os.environ, **self.environment(host)})
             for host in range(hosts)
         ]
+
+
+def run_on(
+    stand: Places, function: Callable[..., object], backend: str, *arguments: object, timeout_s: float
+) -> list[object]:
+    """Run ``function`` on each rank, on ``backend``; what each returned."""
+
+    def environment(rank: int) -> dict[str, str]:
+        return {"SGLANG_FL_DIST_BACKEND": backend, **stand.environment(rank)}
+
+    return run_ranks(function, stand.world_size, *arguments, timeout_s=timeout_s, env=environment, start_method="spawn")
+
+
+def communicator_of_all(context: RankContext, name: str, timeout_s: float = 60.0) -> CommunicatorFL:
+    """A communicator of all ranks on this rank's GPU, on the backend that :func:`run_on` chose."""
+    device = torch.device("cuda", context.local_rank)
+    torch.cuda.set_device(device)
+    ranks = list(range(context.world_size))
+    communicator = CommunicatorFL(
+        cpu_group=dist.new_group(ranks, backend="gloo"),
+        device_group=dist.new_group(ranks, backend="nccl"),
+        device=device,
+        ranks=ranks,
+        name=name,
+        timeout_s=timeout_s,
+    )
+    assert communicator.backend == os.environ["SGLANG_FL_DIST_BACKEND"]
+    return communicator
 
 
 def run_together(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +14,8 @@ from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import Mark, Recorder
-from sglang_fl.testing.ranks import RankContext, run_ranks
-from tests.gpu.places import Places, how, places
+from sglang_fl.testing.ranks import RankContext
+from tests.gpu.places import Places, communicator_of_all, how, places, run_on
 
 pytestmark = pytest.mark.gpu
 
@@ -39,29 +38,6 @@ def three_places(request: pytest.FixtureRequest) -> Places:
     return places(request.param)
 
 
-def _run(function: Callable[..., object], backend: str, stand: Places, *arguments: object) -> list[object]:
-    def environment(rank: int) -> dict[str, str]:
-        return {"SGLANG_FL_DIST_BACKEND": backend, **stand.environment(rank)}
-
-    return run_ranks(function, stand.world_size, *arguments, timeout_s=_LIMIT_S, env=environment, start_method="spawn")
-
-
-def _communicator(context: RankContext, timeout_s: float = 60.0) -> CommunicatorFL:
-    device = torch.device("cuda", context.local_rank)
-    torch.cuda.set_device(device)
-    ranks = list(range(context.world_size))
-    communicator = CommunicatorFL(
-        cpu_group=dist.new_group(ranks, backend="gloo"),
-        device_group=dist.new_group(ranks, backend="nccl"),
-        device=device,
-        ranks=ranks,
-        name="pp:0",
-        timeout_s=timeout_s,
-    )
-    assert communicator.backend == os.environ["SGLANG_FL_DIST_BACKEND"]
-    return communicator
-
-
 def _message(communicator: CommunicatorFL, elements: int, value: float) -> torch.Tensor:
     return torch.full((elements,), value, device=communicator.device)
 
@@ -72,7 +48,7 @@ def _receive(communicator: CommunicatorFL, elements: int, src: int, value: float
 
 
 def _send_first(context: RankContext, elements: int, on_own_stream: bool) -> None:
-    communicator, rank, size = _communicator(context), context.rank, context.world_size
+    communicator, rank, size = communicator_of_all(context, "pp:0"), context.rank, context.world_size
     following, previous = (rank + 1) % size, (rank - 1) % size
     stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
     with torch.cuda.stream(stream):
@@ -88,18 +64,18 @@ def _send_first(context: RankContext, elements: int, on_own_stream: bool) -> Non
 @pytest.mark.parametrize("elements", _SIZES)
 def test_both_send_first(backend: str, elements: int, on_own_stream: bool, two_places: Places) -> None:
     """Given two ranks that were never connected, when both send before they receive, then both have what was sent."""
-    _run(_send_first, backend, two_places, elements, on_own_stream)
+    run_on(two_places, _send_first, backend, elements, on_own_stream, timeout_s=_LIMIT_S)
 
 
 @pytest.mark.parametrize("elements", _SIZES)
 def test_a_ring_of_three_sends_first(backend: str, elements: int, three_places: Places) -> None:
     """Given three ranks that were never connected, when each sends to the next before it receives, then all have what
     was sent."""
-    _run(_send_first, backend, three_places, elements, False)
+    run_on(three_places, _send_first, backend, elements, False, timeout_s=_LIMIT_S)
 
 
 def _in_own_order(context: RankContext) -> None:
-    communicator, rank = _communicator(context), context.rank
+    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
     others = [(rank + 1) % 3, (rank + 2) % 3]
     for dst in others:
         for number in range(3):
@@ -113,11 +89,11 @@ def _in_own_order(context: RankContext) -> None:
 def test_each_rank_begins_with_another(backend: str, three_places: Places) -> None:
     """Given three ranks whose first transfers are to different ranks, several each, when they receive in yet other
     orders, then everything is there in the order in which it was sent."""
-    _run(_in_own_order, backend, three_places)
+    run_on(three_places, _in_own_order, backend, timeout_s=_LIMIT_S)
 
 
 def _nobody_comes(context: RankContext) -> list[str]:
-    communicator, store = _communicator(context, timeout_s=_MISSING_S), context.store("done")
+    communicator, store = communicator_of_all(context, "pp:0", timeout_s=_MISSING_S), context.store("done")
     if context.rank == 1:
         store.wait(["done"])
         communicator.destroy()
@@ -145,7 +121,7 @@ def _nobody_comes(context: RankContext) -> list[str]:
 def test_a_peer_that_never_comes_is_named(backend: str, two_places: Places) -> None:
     """Given a peer that takes part in no transfer, when the group's limit has passed, then a receive and the next send
     raise, both with the group and the peer."""
-    texts = _run(_nobody_comes, backend, two_places)[0]
+    texts = run_on(two_places, _nobody_comes, backend, timeout_s=_LIMIT_S)[0]
     assert isinstance(texts, list) and len(texts) == 2
     for text in texts:
         assert "pp:0" in text and "1" in text.partition("rank")[2], text
@@ -167,7 +143,7 @@ def _wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def _received_late(context: RankContext) -> None:
-    communicator, store, elements = _communicator(context), context.store("seen"), _SIZES[-1]
+    communicator, store, elements = communicator_of_all(context, "pp:0"), context.store("seen"), _SIZES[-1]
     _exchange(communicator)
     if context.rank == 1:
         store.wait(["seen"])
@@ -201,7 +177,7 @@ def _received_late(context: RankContext) -> None:
 def test_a_send_that_nobody_receives_is_seen_and_holds_up_nothing(backend: str, two_places: Places) -> None:
     """Given a send that is not received yet, when its direction is marked from another thread, then the mark is not
     done until it is received; the sender's streams go on meanwhile."""
-    _run(_received_late, backend, two_places)
+    run_on(two_places, _received_late, backend, timeout_s=_LIMIT_S)
 
 
 def _exchange(communicator: CommunicatorFL) -> None:
@@ -212,7 +188,7 @@ def _exchange(communicator: CommunicatorFL) -> None:
 
 
 def _captured(context: RankContext) -> None:
-    communicator, rank = _communicator(context), context.rank
+    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
     own, received = (torch.zeros(1 << 20, device=communicator.device) for _ in range(2))
     _exchange(communicator)
     dist.barrier()
@@ -235,11 +211,11 @@ def _captured(context: RankContext) -> None:
 def test_transfers_are_captured_once_connected(backend: str, two_places: Places) -> None:
     """Given connected ranks, when both send first in a capture, then each replay moves the data of that moment, also
     after destroy."""
-    _run(_captured, backend, two_places)
+    run_on(two_places, _captured, backend, timeout_s=_LIMIT_S)
 
 
 def _captured_first(context: RankContext) -> str:
-    communicator, rank = _communicator(context), context.rank
+    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
     tensor = _message(communicator, 8, 1.0)
     graph = torch.cuda.CUDAGraph()
     with CAPTURES.capture(), torch.cuda.graph(graph), pytest.raises(CommError) as caught:
@@ -253,5 +229,5 @@ def _captured_first(context: RankContext) -> str:
 def test_a_first_transfer_is_not_captured(backend: str, two_places: Places) -> None:
     """Given ranks that are not connected, when they send in a capture, then an error says what to do,
     the capture is good, and they can be connected afterwards."""
-    for text in _run(_captured_first, backend, two_places):
+    for text in run_on(two_places, _captured_first, backend, timeout_s=_LIMIT_S):
         assert "first transfer lies in a graph's capture" in str(text)

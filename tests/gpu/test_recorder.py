@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.marks import raw_stream
 from sglang_fl.comm.recorder import Mark, Recorder
-from sglang_fl.testing.ranks import RankContext, run_ranks
-from tests.gpu.places import Places
+from sglang_fl.testing.ranks import RankContext
+from tests.gpu.places import Places, communicator_of_all, run_on
 
 pytestmark = pytest.mark.gpu
 
@@ -29,28 +26,6 @@ _ELEMENTS = 1 << 20
 def backend(request: pytest.FixtureRequest) -> str:
     """What carries the calls."""
     return str(request.param)
-
-
-def _run(function: Callable[[RankContext], object], backend: str, stand: Places) -> list[object]:
-    def environment(rank: int) -> dict[str, str]:
-        return {"SGLANG_FL_DIST_BACKEND": backend, **stand.environment(rank)}
-
-    return run_ranks(function, stand.world_size, timeout_s=_LIMIT_S, env=environment, start_method="spawn")
-
-
-def _communicator(context: RankContext) -> CommunicatorFL:
-    device = torch.device("cuda", context.local_rank)
-    torch.cuda.set_device(device)
-    ranks = list(range(context.world_size))
-    communicator = CommunicatorFL(
-        cpu_group=dist.new_group(ranks, backend="gloo"),
-        device_group=dist.new_group(ranks, backend="nccl"),
-        device=device,
-        ranks=ranks,
-        name="tp:0",
-    )
-    assert communicator.backend == os.environ["SGLANG_FL_DIST_BACKEND"]
-    return communicator
 
 
 def _recorder_of(communicator: CommunicatorFL, direction: str = "") -> Recorder:
@@ -78,7 +53,7 @@ def _forget_marks(recorder: Recorder) -> None:
 
 
 def _eager(context: RankContext) -> None:
-    communicator = _communicator(context)
+    communicator = communicator_of_all(context, "tp:0")
     recorder = _recorder_of(communicator)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -100,11 +75,11 @@ def _eager(context: RankContext) -> None:
 def test_a_mark_lies_behind_the_call_on_its_stream(backend: str, two_places: Places) -> None:
     """Given a mark that was asked for, when a call is enqueued on a side stream, then its row names that stream, and an
     event lies behind it; on a device nothing is aborted."""
-    _run(_eager, backend, two_places)
+    run_on(two_places, _eager, backend, timeout_s=_LIMIT_S)
 
 
 def _late_peer(context: RankContext) -> None:
-    communicator = _communicator(context)
+    communicator = communicator_of_all(context, "tp:0")
     recorder = _recorder_of(communicator)
     store = context.store("late")
     torch.cuda.synchronize()
@@ -132,11 +107,11 @@ def _late_peer(context: RankContext) -> None:
 def test_a_mark_of_another_thread_waits_for_the_peer(backend: str, two_places: Places) -> None:
     """Given a peer that comes late, when another thread marks the last call, then the call has returned, and its mark
     is not done until the peer has come."""
-    _run(_late_peer, backend, two_places)
+    run_on(two_places, _late_peer, backend, timeout_s=_LIMIT_S)
 
 
 def _captured(context: RankContext) -> float:
-    communicator = _communicator(context)
+    communicator = communicator_of_all(context, "tp:0")
     recorder = _recorder_of(communicator)
     tensor = _ones(communicator)
     communicator.all_reduce(tensor.clone())
@@ -178,12 +153,12 @@ def test_no_mark_is_captured(backend: str, two_places: Places) -> None:
     """Given a mark that was asked for before a capture, when calls are captured, then their rows say so and none is
     marked; the graph replays right; the first eager call afterwards has the mark; and the group is destroyed in seconds
     while the graph is alive and still replays."""
-    for took_s in _run(_captured, backend, two_places):
+    for took_s in run_on(two_places, _captured, backend, timeout_s=_LIMIT_S):
         assert isinstance(took_s, float) and took_s < 7.0
 
 
 def _transfers(context: RankContext) -> None:
-    communicator = _communicator(context)
+    communicator = communicator_of_all(context, "tp:0")
     own = torch.full((_ELEMENTS,), float(context.rank + 1), device=communicator.device)
     communicator.send(own, 1 - context.rank)
     received = communicator.recv(own.shape, own.dtype, 1 - context.rank)
@@ -207,7 +182,7 @@ def _transfers(context: RankContext) -> None:
 def test_each_direction_has_marks_of_its_own(backend: str, two_places: Places) -> None:
     """Given two ranks that send to each other, when they have received, then each direction has its rows and can be
     marked on the stream that it works on."""
-    _run(_transfers, backend, two_places)
+    run_on(two_places, _transfers, backend, timeout_s=_LIMIT_S)
 
 
 def _contexts() -> list[int]:
@@ -223,7 +198,7 @@ def _contexts() -> list[int]:
 
 
 def _watched(context: RankContext) -> list[int]:
-    communicator = _communicator(context)
+    communicator = communicator_of_all(context, "tp:0")
     for _ in range(3):
         communicator.all_reduce(_ones(communicator))
         time.sleep(1.5)  # the monitor marks, and asks the marks
@@ -236,4 +211,4 @@ def test_the_monitor_makes_no_context_on_another_gpu(backend: str, two_places: P
     """Given ranks on a GPU each, when their calls were watched a while, then each process has its own GPU's context."""
     if two_places.is_shared:
         pytest.skip("needs a GPU for each of two ranks: with one there is no other to make a context on")
-    assert _run(_watched, backend, two_places) == [[0], [1]]
+    assert run_on(two_places, _watched, backend, timeout_s=_LIMIT_S) == [[0], [1]]
