@@ -67,10 +67,10 @@ class _Launch:
 
 @dataclass(frozen=True)
 class _Result:
-    """Which tensor the call returns, and as what view of it; None: the tensor itself."""
+    """Which tensor the call returns, and as what view of it, from its beginning on; None: the tensor itself."""
 
     tensor: int
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    view: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 class Plan:
@@ -156,6 +156,13 @@ def note(
     if not all(_same_bits(one, other) for one, other in pairs):
         raise NoPlanError("repeating its launches gave other values")
     return plan
+
+
+def try_out(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], changes: Sequence[int]
+) -> None:
+    """Call ``function`` on copies of what it changes, to see whether it raises; ``changes`` as for :func:`note`."""
+    _call(function, args, kwargs, _with_copies(tensors_of(args, kwargs), changes))
 
 
 def is_supported() -> str:
@@ -293,7 +300,7 @@ def _place_of_result(result: torch.Tensor, known: Sequence[torch.Tensor]) -> _Re
         raise NoPlanError("it returns a part of a tensor, or one as another dtype")
     if result.size() == base.size() and result.stride() == base.stride():
         return _Result(place, None)
-    return _Result(place, (tuple(result.size()), result.stride(), int(result.storage_offset())))
+    return _Result(place, (tuple(result.size()), result.stride()))
 
 
 def _with_copies(given: Sequence[torch.Tensor], changes: Sequence[int]) -> list[torch.Tensor]:

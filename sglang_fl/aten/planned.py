@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang_fl.aten.gems import Entry, Gems
-from sglang_fl.aten.launches import ALIGNMENT, Device, NoPlanError, Plan, note, tensors_of
+from sglang_fl.aten.launches import ALIGNMENT, Device, NoPlanError, Plan, note, tensors_of, try_out
 from sglang_fl.aten.sweep.forms import NOT_SLOWER, Forms, form_of_call
 
 logger = logging.getLogger("sglang_fl.aten")
@@ -66,7 +66,11 @@ class Replacement:
         self._dispatch_key = gems.dispatch_key
         device = AcceleratorDevice()
         in_graphs, outside = forms.least_sizes(), forms.least_sizes(least_gain_us)
-        entries = [entry for entry in gems.entries if entry.name in names and entry.key in in_graphs]
+        entries = [
+            entry
+            for entry in gems.entries
+            if entry.name in names and entry.key in in_graphs and not _writes_by_keyword(entry.key)
+        ]
         own = {entry.key: torch.library.get_kernel(f"aten::{entry.key}", self._dispatch_key) for entry in entries}
         self.in_graphs = [GraphOperator(entry, own[entry.key], forms, device, exact_only) for entry in entries]
         kind = PlannedOperator if keeps_plans else EagerOperator
@@ -125,8 +129,7 @@ class ReplacedOperator:
         least_gain_us: what FlagGems must save on the GPU. least_size: calls whose first tensor has fewer elements
             are PyTorch's at once.
         """
-        base, _, overload = entry.key.partition(".")
-        schema = getattr(getattr(torch.ops.aten, base), overload or "default")._schema
+        schema = _schema(entry.key)
         self.operator = entry.key
         self._function = entry.function
         self._own = own.call_boxed
@@ -141,7 +144,7 @@ class ReplacedOperator:
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        self._front = _Front(base)
+        self._numbers = _FRONTS.get(entry.key, self._call_own_with_tensors)
         self._ways: dict[tuple[Any, ...], Plan | _Way] = {}
         self._lock = threading.Lock()
         self._said: set[str] = set()
@@ -157,7 +160,7 @@ class ReplacedOperator:
         for value in args:
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
-                key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.is_cuda)
+                key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.get_device())
             else:
                 _add_to_key(key, tensors, value)
         for name, value in kwargs.items():
@@ -187,7 +190,24 @@ class ReplacedOperator:
         return self._taken(key, args, kwargs)
 
     def _taken(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | _Way:
+        """FlagGems' function itself, if it does not raise on copies of what it writes to."""
+        if self._device.is_capturing():
+            return self._hand_back
+        _noting.is_on = True
+        try:
+            try_out(self._function, args, kwargs, self._written(args, kwargs))
+        except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
+            self._say(_raised(error))
+            return self._keep(key, self._hand_back)
+        finally:
+            _noting.is_on = False
         return self._keep(key, self._call_function)
+
+    def _written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+        """Places among the tensors of a call of those that the operator writes to."""
+        written = [args[place] for place in self._changed if place < len(args)]
+        tensors = enumerate(tensors_of(args, kwargs))
+        return [place for place, tensor in tensors if any(tensor is one for one in written)]
 
     def _takes(self, tensors: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         here = self._device.index()
@@ -208,8 +228,15 @@ class ReplacedOperator:
     def _hand_back(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for place in self._tensor_places:
             if place < len(args) and not isinstance(args[place], torch.Tensor):
-                return self._front(args, kwargs)
+                return self._numbers(keyset, args, kwargs)
         return self._own(keyset, *args, **kwargs)
+
+    def _call_own_with_tensors(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """PyTorch's kernel, with numbers as tensors without a dimension: they yield to the dtype of those that have."""
+        other = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        places = {place for place in self._tensor_places if place < len(args)}
+        made = [_as_tensor(value, other) if place in places else value for place, value in enumerate(args)]
+        return self._own(keyset, *made, **kwargs)
 
     def _say(self, problem: str) -> None:
         if problem not in self._said:
@@ -225,21 +252,11 @@ class GraphOperator(ReplacedOperator):
     keeps. What was not called before the capture is PyTorch's: nothing is compiled in a capture.
     """
 
-    def _taken(self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | _Way:
-        if self._device.is_capturing():
-            return self._hand_back
-
-        def first(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            try:
-                result = self._function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported
-                self._say(_raised(error))
-                self._keep(key, self._hand_back)
-                return self._hand_back(keyset, args, kwargs)
-            self._keep(key, self._call_function)
-            return result
-
-        return first
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """What PyTorch's dispatcher calls; negated and conjugated tensors, which some operators get, are PyTorch's."""
+        if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors_of(args, kwargs)):
+            return self._hand_back(keyset, args, kwargs)
+        return super().__call__(keyset, *args, **kwargs)
 
 
 class EagerOperator(ReplacedOperator):
@@ -265,13 +282,9 @@ class PlannedOperator(ReplacedOperator):
         return self._keep(key, self._noted(args, kwargs) or self._hand_back)
 
     def _noted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        written = [args[place] for place in self._changed if place < len(args)]
-        changes = [
-            place for place, tensor in enumerate(tensors_of(args, kwargs)) if any(tensor is one for one in written)
-        ]
         _noting.is_on = True
         try:
-            return note(self._function, args, kwargs, changes, self._device)
+            return note(self._function, args, kwargs, self._written(args, kwargs), self._device)
         except NoPlanError as error:
             self._say(f"its launches cannot be kept: {error}")
         except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
@@ -289,10 +302,10 @@ class _Front:
     """
 
     def __init__(self, base: str) -> None:
-        self._function: Any = getattr(torch, base.rstrip("_"), None)
+        self._function: Any = getattr(torch, base.rstrip("_"))
         self._is_in_place = base.endswith("_")
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._function(*args, **kwargs, out=args[0] if self._is_in_place else self._new(args))
 
     def _new(self, args: tuple[Any, ...]) -> torch.Tensor:
@@ -301,6 +314,29 @@ class _Front:
             dtype = torch.get_default_dtype()
         tensor = next(value for value in args if isinstance(value, torch.Tensor))
         return torch.empty(0, dtype=dtype, device=tensor.device)
+
+
+_FRONTS = {f"{base}.Tensor": _Front(base) for name in ("add", "sub", "mul", "div") for base in (name, f"{name}_")}
+
+
+def _as_tensor(value: Any, other: torch.Tensor | None) -> Any:
+    if isinstance(value, torch.Tensor) or value is None:
+        return value
+    # Beside a tensor that has no dimension either, a tensor's dtype would count as much as its own.
+    dtype = torch.result_type(other, value) if other is not None and other.dim() == 0 else None
+    return torch.tensor(value, dtype=dtype)
+
+
+def _schema(key: str) -> Any:
+    base, _, overload = key.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")._schema
+
+
+def _writes_by_keyword(key: str) -> bool:
+    """Whether it has an ``out``: memory that it may share with an argument is then looked at by PyTorch alone."""
+    return any(
+        one.kwarg_only and one.alias_info is not None and one.alias_info.is_write for one in _schema(key).arguments
+    )
 
 
 def _shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
@@ -312,7 +348,7 @@ def _shares_memory(tensors: Sequence[torch.Tensor]) -> bool:
 def _add_to_key(key: list[Any], tensors: list[torch.Tensor], value: Any) -> None:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.is_cuda)
+        key += (value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNMENT, value.get_device())
     elif isinstance(value, (list, tuple)):
         key.append(len(value))
         for item in value:

@@ -192,6 +192,18 @@ class TestPlan:
         result = plan([tensor(1, 2).view(2, 1), tensor(3, 4).view(2, 1)])
         assert (result.tolist(), result.stride()) == ([[4], [6]], (1, 1))
 
+    def test_a_view_of_an_argument_begins_where_the_argument_does(self, kernel: Kernel) -> None:
+        """Given a function that writes to a part of a memory and returns it seen otherwise, when repeated with another
+        part, then the result is of that one."""
+
+        def add_in_place(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            kernel(left, left, right, 1)
+            return left.view(1, 2)
+
+        whole = torch.arange(8)
+        plan = note(add_in_place, (whole[0:2], tensor(1, 1)), {}, (0,), HostDevice())
+        assert plan([whole[4:6], tensor(1, 1)]).tolist() == [[5, 6]]
+
     def test_what_is_changed_is_not_touched_by_noting(self, kernel: Kernel) -> None:
         """Given an operator in place, when noted, then the argument is as it was; when repeated, it is changed."""
 
@@ -409,7 +421,7 @@ class TestOperator:
         assert len(kernel.launches) == launches > 0
 
     def test_for_a_record_the_function_is_called_each_time(self, put: Any, device: HostDevice) -> None:
-        """Given records, when called three times, then FlagGems' function ran three times."""
+        """Given records, when called three times, then FlagGems' function ran three times, and once to be tried."""
         calls = []
 
         def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -420,11 +432,11 @@ class TestOperator:
         with torch.inference_mode():
             for _ in range(3):
                 assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [1, 2]
-        assert len(calls) == 3
+        assert len(calls) == 4
 
     def test_a_graph_has_the_function_itself(self, put: Any, device: HostDevice) -> None:
-        """Given a graph's operator, when warmed up and captured, then FlagGems' function is called each time; what the
-        warm-up did not call is PyTorch's in the capture."""
+        """Given a graph's operator, when warmed up and captured, then FlagGems' function is called each time, and once
+        to be tried; what the warm-up did not call is PyTorch's in the capture."""
         calls = []
 
         def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -437,7 +449,74 @@ class TestOperator:
             for device.capturing in (False, False, True):
                 assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [1, 2]
             assert torch.add(tensor(1, 2, 3), tensor(1, 1, 1)).tolist() == [2, 3, 4]
-        assert len(calls) == 3
+        assert len(calls) == 4
+
+    def test_a_graphs_function_that_raises_after_it_wrote_has_written_nothing(
+        self, put: Any, kernel: Kernel, device: HostDevice
+    ) -> None:
+        """Given an operator in place that launches and then raises, when called, then PyTorch adds once."""
+
+        def fails(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            kernel(left, left, right, 1)
+            raise ValueError("too late")
+
+        put("add_.Tensor", fails, Forms([measured("add_.Tensor(int64 2, int64 2)")]), device, kind=GraphOperator)
+        with torch.inference_mode():
+            assert tensor(1, 2).add_(tensor(10, 10)).tolist() == [11, 12]
+        assert kernel.launches
+
+    def test_a_negated_tensor_is_pytorchs(self, put: Any, device: HostDevice) -> None:
+        """Given copy_, which gets a tensor with the negative bit, when called, then the values are the negated ones."""
+
+        def copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("it does not know the bit")
+
+        put("copy_", copy, Forms([measured("copy_(int64 2, int64 2)")]), device, kind=GraphOperator)
+        with torch.inference_mode():
+            for _ in range(3):
+                assert tensor(0, 0).copy_(torch._neg_view(tensor(1, 2))).tolist() == [-1, -2]
+
+    @pytest.mark.parametrize(
+        ("key", "call"),
+        [
+            ("copy_", lambda t: torch.ops.aten.copy_.default(t.clone(), 3.0)),
+            ("div.Tensor_mode", lambda t: torch.div(t, 2, rounding_mode="floor")),
+            ("remainder.Tensor", lambda t: 7 % t),
+            ("bitwise_left_shift.Tensor", lambda t: 5 << t),
+            ("xlogy.Tensor", lambda t: torch.xlogy(2, t)),
+            ("remainder.Tensor", lambda t: 7 % t[0]),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_a_number_in_any_operator_is_pytorchs(
+        self, put: Any, device: HostDevice, key: str, call: Any, dtype: torch.dtype
+    ) -> None:
+        """Given operators that nothing was measured of, when a number is a tensor of theirs, then values and dtype are
+        PyTorch's."""
+        given = torch.arange(1, 4, dtype=dtype)
+        with torch.inference_mode():
+            right = call(given)
+            put(key, None, Forms([]), device)
+            for _ in range(2):
+                result = call(given)
+                assert (result.dtype, result.tolist()) == (right.dtype, right.tolist())
+
+    def test_a_tensor_of_another_device_does_not_go_by_the_plan(
+        self, put: Any, kernel: Kernel, device: HostDevice
+    ) -> None:
+        """Given a plan, when the same shapes come on another device than the current one, then it is not used."""
+
+        class Elsewhere(torch.Tensor):
+            def get_device(self) -> int:
+                return 1
+
+        put("add.Tensor", add(kernel), Forms([measured(FORM)]), device)
+        with torch.inference_mode():
+            for _ in range(3):
+                torch.add(tensor(1, 2), tensor(1, 1))
+            launches = len(kernel.launches)
+            torch.add(tensor(1, 2).as_subclass(Elsewhere), tensor(1, 1).as_subclass(Elsewhere))
+        assert len(kernel.launches) == launches > 0
 
     def test_a_graphs_function_that_raises_leaves_the_call_to_pytorch(
         self, put: Any, device: HostDevice, caplog: pytest.LogCaptureFixture
