@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from sglang_fl.comm.types import GroupContext
 STAGING_OPTION = "staging_bytes"
 BLOCK_BYTES = 64 * 2**20
 ALIGNMENT = 256  # of each tensor within a block, bytes; more than any kernel's vectors ask for
+MOST_BYTES = 2**63 - 1  # that torch can count
 
 
 class Registrar(Protocol):
@@ -75,31 +77,44 @@ class RegisteredMemory:
         Not while a graph is captured: a block that is made waits for the device. May take a new block of
         ``BLOCK_BYTES``, or as much as the tensor needs.
 
+        Args:
+            shape: whole numbers of 0 or more, no bool; what has an ``__index__``, as NumPy's integers, is one.
+
         Raises:
             AgreementError: the ranks' arguments or earlier calls differ, or a rank did not arrive; on all ranks.
-            CommError: no transport of the group registers memory, or none is left.
+            CommError: a rank's arguments are none of those allowed, which all ranks hear; no transport of the group
+                registers memory, or none is left.
         """
-        size = math.prod(shape) * dtype.itemsize
-        wanted = (tuple(shape), str(dtype), len(self._blocks), self._used)
-        views = self._context.exchange("take registered memory", wanted)
-        for rank, view in enumerate(views):
-            if view != views[0]:
-                ranks = self._context.ranks
-                raise AgreementError(
-                    f"group {self._context.name}: registered memory must be taken alike on all ranks: global rank "
-                    f"{ranks[0]} asks for {_in_words(views[0])}, global rank {ranks[rank]} for {_in_words(view)}"
-                )
+        sizes, refusal = _checked(shape, dtype)
+        self._require_alike((refusal, (sizes, str(dtype), len(self._blocks), self._used)))
+        size = math.prod(sizes) * dtype.itemsize
         if not self._blocks or self._used + size > self._blocks[-1].numel():
             self._add_block(max(size, BLOCK_BYTES))
         start = self._used
+        tensor = self._blocks[-1][start : start + size].view(dtype).view(sizes)
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
-        return self._blocks[-1][start : start + size].view(dtype).view(shape)
+        return tensor
 
     def close(self) -> None:
         """Forget the blocks: tensors that are left are ordinary memory from now on. Local."""
         self.spans = ()
         self._blocks = []
         self._used = 0
+
+    def _require_alike(self, own: _View) -> None:
+        # What is refused on one rank is exchanged, too: the others would wait for that rank until their limit.
+        views: list[_View] = self._context.exchange("take registered memory", own)
+        ranks, group = self._context.ranks, self._context.name
+        for rank, (refusal, _) in zip(ranks, views, strict=True):
+            if refusal:
+                raise CommError(f"group {group}: registered memory cannot be taken: global rank {rank} gave {refusal}")
+        first = views[0][1]
+        for rank, (_, wanted) in zip(ranks, views, strict=True):
+            if wanted != first:
+                raise AgreementError(
+                    f"group {group}: registered memory must be taken alike on all ranks: global rank {ranks[0]} asks "
+                    f"for {_in_words(first)}, global rank {rank} for {_in_words(wanted)}"
+                )
 
     def _add_block(self, size: int) -> None:
         maker = next((registrar for registrar in self._registrars if registrar.makes_blocks), None)
@@ -119,6 +134,41 @@ class RegisteredMemory:
         self.spans += ((block.data_ptr(), block.data_ptr() + block.numel()),)
 
 
-def _in_words(wanted: tuple[tuple[int, ...], str, int, int]) -> str:
+_Wanted = tuple[tuple[int, ...], str, int, int]  # shape, dtype, blocks and bytes so far
+_View = tuple[str, _Wanted]  # and before it why the arguments are refused, or ""
+
+
+def _checked(shape: Sequence[object], dtype: object) -> tuple[tuple[int, ...], str]:
+    """``shape`` as integers; or none, and why it or ``dtype`` is refused."""
+    if not isinstance(dtype, torch.dtype):
+        return (), f"dtype={dtype!r}; allowed is a dtype of torch, such as torch.bfloat16"
+    sizes = []
+    for place, found in enumerate(shape):
+        size = _whole(found)
+        if size is None or not 0 <= size <= MOST_BYTES:
+            shown = repr(found) if size is None else _short(size)
+            return (), f"{shown} as size {place} of the shape; allowed are whole numbers from 0 to 2**63 - 1"
+        sizes.append(size)
+    total = math.prod(sizes) * dtype.itemsize
+    if total > MOST_BYTES:
+        return (), f"the shape {sizes} of {dtype}; allowed are at most 2**63 - 1 bytes"
+    return tuple(sizes), ""
+
+
+def _whole(found: object) -> int | None:
+    if isinstance(found, bool):
+        return None
+    try:
+        return operator.index(found)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):  # the latter: a tensor without a value
+        return None
+
+
+def _short(number: int) -> str:
+    # Python refuses to write integers of thousands of digits.
+    return str(number) if number.bit_length() <= 64 else f"an integer of {number.bit_length()} bits"
+
+
+def _in_words(wanted: _Wanted) -> str:
     shape, dtype, blocks, used = wanted
     return f"{dtype}{list(shape)} after {blocks} block(s) and {used} bytes"

@@ -6,7 +6,9 @@ import ctypes
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +108,54 @@ def test_ranks_that_take_unlike_tensors(hostcx: Path) -> None:
     assert texts[0] == texts[1]
     assert "global rank 0 asks for torch.float32[4] after 1 block(s) and 256 bytes" in texts[0]
     assert "global rank 1 for torch.float32[5] after" in texts[0]
+
+
+# What a rank gives, and words of the error.
+REFUSED: tuple[tuple[tuple[Any, ...], Any, str], ...] = (
+    ((-4,), torch.float32, "gave -4 as size 0 of the shape; allowed are whole numbers from 0 to 2**63 - 1"),
+    ((-3, -4), torch.float32, "gave -3 as size 0"),
+    ((4, 2.5), torch.float32, "gave 2.5 as size 1"),
+    ((4, 2.0), torch.float32, "gave 2.0 as size 1"),
+    ((True,), torch.float32, "gave True as size 0"),
+    ((4, None), torch.float32, "gave None as size 1"),
+    ((["4"],), torch.float32, "gave ['4'] as size 0"),
+    (((2, 2),), torch.float32, "gave (2, 2) as size 0"),
+    ((0, 2**63), torch.float32, "gave 9223372036854775808 as size 1"),
+    ((-(10**5000),), torch.float32, "gave an integer of 16610 bits as size 0"),
+    ((2**40, 2**40), torch.float32, "gave the shape [1099511627776, 1099511627776] of torch.float32; allowed are"),
+    ((4,), "float32", "gave dtype='float32'; allowed is a dtype of torch"),
+)
+
+
+def refused(context: RankContext) -> list[list[str]]:
+    """The errors where one rank's arguments are none, and where all ranks' are; what is taken later lies alike."""
+    memory = registered_memory(communicator_of_all(context))
+    taken = [memory.empty(4, dtype=torch.float32).fill_(0.0)]
+    texts = []
+    for shape, dtype, _ in REFUSED:
+        given = [((4,), torch.float32) if context.rank == 0 else (shape, dtype), (shape, dtype)]
+        texts.append([])
+        for arguments, kind in given:
+            with pytest.raises(CommError) as raised:
+                memory.empty(*arguments, dtype=kind)
+            texts[-1].append(str(raised.value))
+        taken.append(memory.empty(np.int64(2), torch.tensor(2), dtype=torch.float32).fill_(float(len(taken))))
+    assert [set(tensor.flatten().tolist()) for tensor in taken] == [{float(number)} for number in range(len(taken))]
+    offsets = [tensor.data_ptr() - memory.spans[0][0] for tensor in taken]
+    assert offsets == [number * ALIGNMENT for number in range(len(taken))]
+    assert len(memory.spans) == 1
+    return texts
+
+
+def test_arguments_that_are_none_are_refused_on_all_ranks(hostcx: Path) -> None:
+    """Given shapes with sizes that are negative, no integers or too large, or another thing than a dtype, when one rank
+    or all give them, then all raise the same error at once, and the tensors that are taken later neither overlap nor
+    lie elsewhere; integers of NumPy and torch are sizes."""
+    first, second = run_ranks(refused, 2, env=environment(hostcx))
+    assert first == second
+    for (one, every), (_, _, words) in zip(first, REFUSED, strict=True):
+        assert one.startswith(f"group tp:0: registered memory cannot be taken: global rank 1 {words}")
+        assert every == one.replace("global rank 1", "global rank 0")
 
 
 def without(context: RankContext) -> str:
