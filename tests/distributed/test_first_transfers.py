@@ -172,6 +172,114 @@ def test_a_peer_that_never_comes_is_named() -> None:
         assert "global rank(s) [1] did not reach 'the first transfer over torch'" in text
 
 
+class Faulty(Blocking):
+    """Has a fault that no refusal of torch's is, in its first transfer (which connects) or in a later send."""
+
+    first_bad = 0
+
+    def __init__(self, context: GroupContext, name: str) -> None:
+        super().__init__(context, name)
+        self._transfers = 0
+
+    def send(self, *arguments: Any) -> Any:
+        self._count()
+        return super().send(*arguments)
+
+    def recv(self, *arguments: Any) -> Any:
+        self._count()
+        return super().recv(*arguments)
+
+    def _count(self) -> None:
+        self._transfers += 1
+        if self._transfers > self.first_bad:
+            raise KeyError("a fault")
+
+
+def _has_a_fault(context: RankContext, first_bad: int) -> list[str]:
+    pairs, other = _pairs(context), 1 - context.rank
+    pairs_module.make_pair_group, Faulty.first_bad = Faulty, first_bad
+    tensor = _message(context.rank, other)
+    first = pairs.send(tensor, other)
+    attempts: list[Callable[[], object]] = [
+        lambda: pairs.send(tensor, other).wait(),
+        first.wait,
+        lambda: pairs.send(tensor, other),
+    ]
+    texts = []
+    for attempt in attempts:
+        with pytest.raises(CommError) as caught:
+            attempt()
+        texts.append(str(caught.value))
+        assert isinstance(caught.value.__cause__, KeyError)
+    assert first.is_completed()
+    pairs.close()
+    return texts
+
+
+@pytest.mark.parametrize("first_bad", [0, 1], ids=["connection", "send"])
+def test_any_fault_reaches_who_waits(first_bad: int) -> None:
+    """Given a fault that is no refusal of torch's, as the ranks connect or in the first send, then each send's work
+    raises, and so does a later send, with group, backend, both ranks and the fault; and the pairs can be closed."""
+    for rank, texts in enumerate(run_ranks(_has_a_fault, 2, first_bad, timeout_s=_LIMIT_S)):
+        ranks = f"{rank} and {1 - rank}"
+        wanted = f"group pp:0, torch: no transfer between global ranks {ranks}: KeyError: 'a fault'"
+        assert texts == [wanted] * 3
+
+
+def _sends_what_cannot_be(context: RankContext) -> list[str]:
+    pairs, rank, other = _pairs(context), context.rank, 1 - context.rank
+    pairs_module.make_pair_group = _make_gloo
+    spread = torch.zeros(3, 2, dtype=torch.int64)[:, 0]
+    texts = []
+    for number, tensors in enumerate(((spread, spread.to("meta")), (spread,))):  # never connected, then connected
+        for tensor in tensors:
+            with pytest.raises((ValueError, RuntimeError)) as caught:  # the latter is gloo's
+                pairs.send(tensor, other)
+            texts.append(str(caught.value))
+        work = pairs.send(_message(rank, other, number), other)
+        assert _receive(pairs, other) == [other, rank, number]
+        work.wait()
+    dist.barrier()
+    pairs.close()
+    return texts[:2]
+
+
+def test_a_tensor_that_cannot_be_sent_fails_its_call_alone() -> None:
+    """Given ranks that were never connected, when one sends a tensor that is not contiguous, or on another kind of
+    device, then this call raises and says so, as it does once they are connected, and what is sent next arrives."""
+    spread, elsewhere = run_ranks(_sends_what_cannot_be, 2, timeout_s=_LIMIT_S)[0]
+    begin = "group pp:0, torch: no transfer between global ranks 0 and 1: a tensor of shape (3,), torch.int64, on "
+    assert spread == f"{begin}cpu cannot be sent: it is not contiguous; call contiguous() first"
+    assert elsewhere == f"{begin}meta cannot be sent: it is not on cpu"
+
+
+def _after_the_end(context: RankContext, is_connected: bool) -> list[str]:
+    pairs, rank, other = _pairs(context), context.rank, 1 - context.rank
+    pairs_module.make_pair_group = _make_gloo
+    if is_connected:
+        work = pairs.send(_message(rank, other), other)
+        assert _receive(pairs, other) == [other, rank, 0]
+        work.wait()
+    dist.barrier()
+    pairs.close()
+    texts = []
+    for call in (pairs.send, pairs.recv):
+        with pytest.raises(CommError) as caught:
+            call(_message(rank, other), other)
+        texts.append(str(caught.value))
+    assert not pairs._peers
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_closed_pairs_refuse_transfers(is_connected: bool) -> None:
+    """Given pairs that were closed, connected before or not, when a rank sends or receives, then an error says so at
+    once, and nothing is begun."""
+    text = "group pp:0, torch: no transfer between global ranks 0 and 1: this group's transport is closed; make a new"
+    assert run_ranks(_after_the_end, 2, is_connected, timeout_s=_LIMIT_S)[0] == [f"{text} group"] * 2
+
+
 def _lifetime(context: RankContext) -> None:
     pairs = _pairs(context)
     pairs_module.make_pair_group = _make_gloo

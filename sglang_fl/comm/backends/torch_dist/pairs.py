@@ -93,8 +93,10 @@ class _Peer:
             self.pair.set_result(pair)
             while (job := self._next(pair)) is not None:
                 job.future.set_result(self._pairs.enqueue(pair, self._peer, job.tensor, job.thread, job.ready))
-        except _REFUSALS as error:
-            self._fail(self._pairs.problem(self._peer, error), job)
+        except Exception as error:  # noqa: BLE001 - whatever it is: who waits for this thread must hear of it
+            problem = self._pairs.problem(self._peer, error)
+            problem.__cause__ = error
+            self._fail(problem, job)
         finally:
             self.settled.set_result(None)
 
@@ -133,13 +135,16 @@ class Pairs:
         self._peers: dict[int, _Peer] = {}
         self._unsettled: set[int] = set()
         self._streams: dict[int, Any] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """Start to send, behind the current stream; never waits for the peer.
 
         Raises:
-            CommError: an earlier transfer with ``dst`` failed; or it is the first, and the stream is being captured.
+            CommError: an earlier transfer with ``dst`` failed; or it is the first, and the stream is being captured; or
+                the pairs are closed.
+            ValueError: ``tensor`` is not contiguous, or on another kind of device; nothing was sent.
         """
         peer = self._peers.get(dst)
         pair = None if peer is None else peer.open_pair
@@ -166,6 +171,7 @@ class Pairs:
         return 0 if stream is None else raw_stream(stream)
 
     def _queue(self, tensor: torch.Tensor, dst: int) -> Work:
+        self._require_sendable(tensor, dst)
         peer = self._to(dst)
         ready = None if self._device is None else self._device.current_stream(self._context.device).record_event()
         job = _Job(tensor, ready, threading.get_ident(), Future())
@@ -173,6 +179,17 @@ class Pairs:
             return QueuedSend(job.future)
         assert peer.open_pair is not None
         return self.enqueue(peer.open_pair, dst, tensor, job.thread)
+
+    def _require_sendable(self, tensor: torch.Tensor, dst: int) -> None:
+        # Torch refuses these itself, but in the thread: there it would be the end of the pair, not of this call.
+        allowed = self._context.device.type
+        if tensor.device.type == allowed and tensor.is_contiguous():
+            return
+        what = "not contiguous; call contiguous() first" if tensor.device.type == allowed else f"not on {allowed}"
+        raise ValueError(
+            f"{self._between(dst)}: a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device} cannot "
+            f"be sent: it is {what}"
+        )
 
     def _settle(self, src: int) -> _Peer:
         peer, limit_s = self._to(src), self._context.timeout_s + _MOMENT_S
@@ -192,12 +209,12 @@ class Pairs:
         found = self._peers.get(number)
         if found is not None and found.open_pair is not None:
             return found
-        if self._is_capturing():
-            raise self.problem(
-                number,
-                CommError("their first transfer lies in a graph's capture; let both ranks do one before they capture"),
-            )
         with self._lock:
+            if self._is_closed:
+                raise self.problem(number, CommError("this group's transport is closed; make a new group"))
+            if self._is_capturing():
+                reason = "their first transfer lies in a graph's capture; let both ranks do one before they capture"
+                raise self.problem(number, CommError(reason))
             found = self._peers.get(number)
             if found is None:
                 self._unsettled.add(number)
@@ -271,14 +288,21 @@ class Pairs:
 
     def problem(self, peer: int, error: Exception) -> CommError:
         """``error`` with the group and both ranks."""
+        text = str(error) if isinstance(error, _REFUSALS) else f"{type(error).__name__}: {error}"
+        return CommError(f"{self._between(peer)}: {text}")
+
+    def _between(self, peer: int) -> str:
         context = self._context
-        return CommError(
-            f"group {context.name}, {self._name}: no transfer between global ranks {context.ranks[context.rank]} and "
-            f"{context.ranks[peer]}: {error}"
-        )
+        ranks = f"global ranks {context.ranks[context.rank]} and {context.ranks[peer]}"
+        return f"group {context.name}, {self._name}: no transfer between {ranks}"
 
     def close(self) -> None:
-        """Give up every pair, in the same order on both of its sides; one that is still being made is left."""
+        """Give up every pair, in the same order on both of its sides; one that is still being made is left.
+
+        From then on transfers are refused.
+        """
+        with self._lock:
+            self._is_closed = True
         ends_s = time.monotonic() + self.close_limit_s
         peers = sorted(self._peers.items(), key=lambda item: sorted((item[0], self._context.rank)))
         for number, peer in peers:
@@ -290,7 +314,7 @@ class Pairs:
             for group in upwards:
                 try:
                     end_pair_group(group)
-                except RuntimeError as error:
+                except _REFUSALS as error:
                     logger.warning("%s", self.problem(number, error))
         self._peers.clear()
         self._unsettled.clear()
