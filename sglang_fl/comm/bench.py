@@ -36,6 +36,7 @@ line is wrong, or a file of --compare cannot be compared.
 from __future__ import annotations
 
 import argparse
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -56,6 +57,7 @@ from sglang_fl.comm.tools.options import RanksParser
 from sglang_fl.comm.tools.sizes import parse_size, scan, seconds
 from sglang_fl.comm.tools.watch import Watch
 from sglang_fl.config import SettingsError
+from sglang_fl.config.numbers import whole_number
 from sglang_fl.config.route_type import OPERATIONS as ROUTABLE
 from sglang_fl.selection import Kind
 
@@ -343,9 +345,10 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
-    return int(text)
+    count = whole_number(text)
+    if not count:
+        raise argparse.ArgumentTypeError(f"{reprlib.repr(text)} is no whole number from 1 to 2**63 - 1")
+    return count
 
 
 if __name__ == "__main__":

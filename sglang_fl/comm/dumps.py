@@ -23,6 +23,7 @@ from weakref import WeakSet
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import Recorder
+from sglang_fl.config.numbers import whole_number
 
 FORMAT = 1
 MAX_FILES = 64
@@ -96,7 +97,7 @@ def write_dump(
         folder: made with mode 0700 if it does not exist; :func:`default_folder` if left out. The oldest dumps of
             sglang_fl in it go, so that at most ``MAX_FILES`` and ``MAX_BYTES`` are left. If the dump would be larger
             than ``MAX_DUMP_BYTES``, the oldest calls of each recorder are left out, and their number is in it.
-        rank: this process's global rank; torch.distributed's, or the variable RANK's, if left out.
+        rank: this process's global rank; torch.distributed's, or the variable RANK's, or 0, if left out.
         done: recorder's name to the number of the last call whose device event was seen done.
 
     Raises:
@@ -134,7 +135,7 @@ def _rank() -> int:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         rank: int = distributed.get_rank()
         return rank
-    return int(os.environ.get("RANK", "0"))
+    return whole_number(os.environ.get("RANK", "")) or 0
 
 
 def _meeting() -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from functools import partial
 from typing import Any
 
 import yaml
 
+from sglang_fl.config.numbers import MOST, whole_number
 from sglang_fl.config.problems import closest
 from sglang_fl.config.value_types import NOT_SET, InvalidValueError, ValueType, describe, line_of, parse_node
 from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder, MemoryRule, TextEnum
@@ -74,7 +76,9 @@ class CommRoutes(ValueType):
         unit = (match["unit"] or "").lower()
         if unit not in _UNITS:
             raise InvalidValueError(repr(token), self.allowed)
-        limit = int(match["number"]) * _UNITS[unit] if match["number"] else None
+        limit = _bytes(match["number"], _UNITS[unit])
+        if limit is None and match["number"]:
+            raise InvalidValueError(f"{reprlib.repr(token)}, more than 2**63 - 1 bytes", self.allowed)
         rules = match["rules"].split("@")[1:]
         when, memory = (_taken(rules, kind) for kind in (CaptureRule, MemoryRule))
         if rules:
@@ -90,6 +94,11 @@ class CommRoutes(ValueType):
     def to_yaml(self, value: Any) -> str:
         # One level deeper than a mapping at the top: the field stands inside the mapping comm.
         return "".join(f"\n    {o.op}: [{', '.join(map(_quoted, o.routes))}]" for o in value) or "{}"
+
+
+def _bytes(number: str | None, unit: int) -> int | None:
+    units = None if number is None else whole_number(number, MOST // unit)
+    return None if units is None else units * unit
 
 
 def _quoted(route: CommRoute) -> str:

@@ -124,7 +124,9 @@ def test_what_was_asked_for_and_cannot_be_done_fails(arguments: list[str], messa
         (["-b", "2K", "-e", "1K"], "sizes from 2048 to 1024"),
         (["-f", "1"], "a factor is at least 2"),
         (["--dtype", "nn"], "'nn' is no dtype of torch"),
-        (["--iters", "0"], "'0' is no whole number of 1 or more"),
+        (["--iters", "0"], "'0' is no whole number from 1 to 2**63 - 1"),
+        (["--iters", "9" * 5000], "'999999999999...9999999999999' is no whole number from 1"),
+        (["-b", "9" * 5000], "'999999999999...9999999999999' is no size"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_allowed(
@@ -138,6 +140,8 @@ def test_a_wrong_command_line_says_what_is_allowed(
 
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("8", "4K", "4k", "2MiB", "1GB")] == [8, 4096, 4096, 2**21, 2**30]
+    with pytest.raises(ValueError, match="'8589934592G' is no size; write bytes"):  # one more than there can be
+        parse_size("8589934592G")
     assert scan(1, 20, 4, None) == [1, 4, 16]
     assert scan(4, 13, None, 4) == [4, 8, 12]
 

@@ -333,6 +333,7 @@ def test_the_device_is_the_local_ranks() -> None:
         (torchrun(2, 2, 0, 1), "a rank must be less than its world size"),
         (torchrun(0, 2, 0, 4), "a host's share at most the whole"),
         ({**torchrun(0, 2, 0, 2), "LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        ({**torchrun(0, 2, 0, 2), "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999999999999...9999999999999'"),
     ],
 )
 def test_a_launch_that_is_none_is_refused(environment: dict[str, str], message: str) -> None:

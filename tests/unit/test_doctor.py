@@ -121,6 +121,8 @@ def test_a_name_that_does_not_resolve_is_told_in_time() -> None:
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, False),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
         ({"WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "9" * 5000, "LOCAL_WORLD_SIZE": "2"}, False),
+        ({"WORLD_SIZE": "4²", "LOCAL_WORLD_SIZE": "2"}, False),
     ],
 )
 def test_a_launchers_variables_tell_of_several_hosts(environment: dict[str, str], expected: bool) -> None:

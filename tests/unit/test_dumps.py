@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import stat
 import subprocess
 import sys
@@ -69,6 +70,17 @@ def test_the_dump_of_a_process_has_what_its_owners_have_as_long_as_they_live(tmp
     del owner
     owners.clear()
     assert read(dump_calls("on request", tmp_path))["recorders"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"), [("3", 3), ("", 0), ("two", 0), ("2²", 0), ("9" * 5000, 0)], ids=reprlib.repr
+)
+def test_the_rank_of_a_process_without_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, rank: int
+) -> None:
+    """Given the variable RANK, then it is the dump's rank; where it is no number, the dump is written all the same."""
+    monkeypatch.setenv("RANK", text)
+    assert read(write_dump("test", [recorder()], tmp_path))["rank"] == rank
 
 
 def test_the_folder_of_the_user_is_made_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

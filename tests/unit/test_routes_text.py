@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 import pytest
 
 from sglang_fl.config import CaptureRule, CommRoute, MemoryRule, SettingsError, load_settings
@@ -39,7 +41,11 @@ def test_a_route_is_read_and_written(text: str, route: CommRoute) -> None:
         ("all_reduce=a@pinned", "'a@pinned'"),
         ("all_gather=a@registered", "a@registered for all_gather"),
         ("all_reduce=a@registered|a:1@registered@graph", "a:1@graph@registered for all_reduce, which is never reached"),
+        (f"all_reduce=x:{'9' * 5000}", "'x:9999999999...9999999999999', more than 2**63 - 1 bytes"),
+        ("all_reduce=x:8589934592GiB", "'x:8589934592GiB', more than 2**63 - 1 bytes"),
+        ("all_reduce=x:8²", "'x:8²'"),
     ],
+    ids=reprlib.repr,
 )
 def test_what_cannot_be_a_route(text: str, found: str) -> None:
     """Given a rule twice, of an unknown name, for an operation that has none, or a route that is never reached, then

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from sglang_fl.cli.doctor.report import Interface
+from sglang_fl.config.numbers import whole_number
 
 _RESOLVE_LIMIT_S = 3.0
 _UP, _LOOPBACK = 0x1, 0x8  # net/if.h
@@ -168,5 +169,5 @@ def to_use(found: Sequence[Interface], towards: str = "", default: str = "") -> 
 
 def is_several_hosts(environment: Mapping[str, str]) -> bool:
     """Whether a launcher's variables speak of more ranks than this host has."""
-    world, local = (environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return world.isdecimal() and local.isdecimal() and int(world) > int(local)
+    world, local = (whole_number(environment.get(name, "")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return world is not None and local is not None and world > local

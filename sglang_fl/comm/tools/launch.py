@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from sglang_fl.comm.communicator import group_context
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.types import GroupContext
 from sglang_fl.config import Settings, load_settings
+from sglang_fl.config.numbers import whole_number
 
 WORLD = "world"
 
@@ -50,13 +52,14 @@ def place_of(environment: Mapping[str, str]) -> Place:
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return Place()
     found = {name: environment.get(name, "") for name in VARIABLES}
-    bad = [f"{name}={value!r}" for name, value in found.items() if not value.isdecimal()]
-    if bad:
+    numbers = [number for value in found.values() if (number := whole_number(value)) is not None]
+    if len(numbers) < len(found):
+        bad = [f"{name}={reprlib.repr(value)}" for name, value in found.items() if whole_number(value) is None]
         raise LaunchError(
             f"{', '.join(bad)}: torchrun sets {', '.join(VARIABLES)} to whole numbers; start this with "
             f"torchrun --nproc-per-node N -m ..., or unset RANK and WORLD_SIZE to run one process"
         )
-    place = Place(*map(int, found.values()))
+    place = Place(*numbers)
     if place.rank < place.world_size and place.local_rank < place.local_world_size <= place.world_size:
         return place
     text = ", ".join(f"{name}={value}" for name, value in found.items())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import reprlib
+
+from sglang_fl.config.numbers import MOST, whole_number
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -11,14 +14,18 @@ def parse_size(text: str) -> int:
     """Bytes.
 
     Raises:
-        ValueError: no whole number, or another unit than K, M and G.
+        ValueError: no whole number, another unit than K, M and G, or 2**63 bytes and more.
     """
     upper = text.strip().upper().removesuffix("B").removesuffix("I")
     number = upper.rstrip("KMG")
     unit = upper[len(number) :]
-    if not number.isdecimal() or unit not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write bytes, or a whole number with K, M or G, such as 64K")
-    return int(number) * _UNITS[unit]
+    units = whole_number(number, MOST // _UNITS[unit]) if unit in _UNITS else None
+    if units is None:
+        raise ValueError(
+            f"{reprlib.repr(text)} is no size; write bytes, or a whole number with K, M or G, such as 64K, and fewer "
+            f"than 2**63 bytes"
+        )
+    return units * _UNITS[unit]
 
 
 def seconds(text: str) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
+from sglang_fl.config.numbers import whole_number
 
 # Read with an unguarded std::stoi in one or more releases from 0.7 to the head of 2026-08: what is no number
 # throws, nothing catches it, and the process aborts.
@@ -31,8 +32,8 @@ NOT_EMPTY = {
 }
 
 # What std::stoi reads: leading space, a sign, digits; what follows them is ignored.
-_INTEGER = re.compile(r"[ \t\n\v\f\r]*([+-]?[0-9]+)")
-_INT_MIN, _INT_MAX = -(2**31), 2**31 - 1
+_INTEGER = re.compile(r"[ \t\n\v\f\r]*(?P<sign>[+-]?)(?P<digits>[0-9]+)")
+_INT_MAX = 2**31 - 1  # the least is one more below zero
 
 
 def configuration_files() -> tuple[Path, ...]:
@@ -78,7 +79,7 @@ def _lines_of(path: Path) -> list[tuple[str, str]]:
 
 def _is_int(value: str) -> bool:
     found = _INTEGER.match(value)
-    return found is not None and _INT_MIN <= int(found.group(1)) <= _INT_MAX
+    return found is not None and whole_number(found["digits"], _INT_MAX + (found["sign"] == "-")) is not None
 
 
 def _error(name: str, value: str, source: str, allowed: str, effect: str) -> FlagCXError:
