@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +79,8 @@ def read_dump(path: Path) -> Dump:
         UnreadableDumpError: it cannot be read, is none, or another version's.
     """
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = json.loads(path.read_bytes(), parse_float=_finite, parse_constant=_finite)
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, or no number
         raise UnreadableDumpError(f"{path} cannot be read as a dump of calls: {error}") from error
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
@@ -88,8 +90,21 @@ def read_dump(path: Path) -> Dump:
         )
     try:
         return _dump(path, document)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnreadableDumpError(f"{path} is a damaged dump of calls: {type(error).__name__}: {error}") from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+def _time(value: Any) -> float:
+    """Seconds since 1970 that a clock can show; what cannot be one raises."""
+    time.localtime(value)
+    return float(value)
 
 
 def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
@@ -99,7 +114,7 @@ def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
         str(document["host"]),
         int(document["pid"]),
         int(document["rank"]),
-        float(document["time_s"]),
+        _time(document["time_s"]),
         str(document["reason"]),
         str(document["meeting"]),
         {(record.name, record.ranks): record for record in records},
@@ -109,6 +124,8 @@ def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
 def _record(row: Mapping[str, Any]) -> Record:
     calls = [from_row(call) for call in row["calls"]]
     under_way = row["under_way"]
+    for call in calls:
+        _time(call.time_in_s)
     return Record(
         str(row["name"]),
         tuple(int(rank) for rank in row["ranks"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -252,6 +253,10 @@ def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None
     assert reasons[paths[1].name] == f"there is a later one of rank 1, {paths[3].name}"
 
 
+HEAD = b'{"format": 1, "host": "a", "pid": 1, "rank": 0, "reason": "", "meeting": "", "time_s": %s, "recorders": [%s]}'
+LATE_CALL = json.dumps(RecordedCall(1, "all_reduce", "float32", 8, None, 0, False, "", 1e300).row()).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -261,7 +266,15 @@ def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None
         (b'{"format": 2}', "its format is 2, this reads 1"),
         (b'{"format": 1}', "damaged dump of calls: KeyError: 'recorders'"),
         (b'{"format": 1, "recorders": [{"calls": [{"number": 1}]}]}', "damaged dump of calls: TypeError"),
+        (b'{"format": %s}' % (b"9" * 5000), "cannot be read as a dump of calls: Exceeds the limit"),
+        (b'{"format": 1, "time_s": NaN}', "cannot be read as a dump of calls: NaN is no finite number"),
+        (b'{"format": 1, "time_s": 1e999}', "cannot be read as a dump of calls: 1e999 is no finite number"),
+        (b"[" * 100_000, "cannot be read as a dump of calls"),
+        (HEAD % (b"9" * 400, b""), "damaged dump of calls: OverflowError"),
+        (HEAD % (b'"now"', b""), "damaged dump of calls: TypeError"),
+        (HEAD % (b"0", b'{"name": "a", "under_way": null, "calls": [%s]}' % LATE_CALL), "damaged dump of calls: O"),
     ],
+    ids=reprlib.repr,
 )
 def test_a_file_that_is_no_dump_is_an_error_that_names_it(tmp_path: Path, content: bytes, words: str) -> None:
     """Given something else, then the error says which file and what is wrong."""
