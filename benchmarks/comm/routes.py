@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_fl.comm.agreement import ITEM, agree
-from sglang_fl.comm.backends.flagcx import DataType, FlagCXOperation, ReduceOp
+from sglang_fl.comm.backends.flagcx import DataType, ReduceOp
 from sglang_fl.comm.backends.flagcx.transport import FlagCXTransport
 from sglang_fl.comm.communicator import CommunicatorFL, group_context
 from sglang_fl.comm.discovery import discover_backends
@@ -164,17 +164,8 @@ def _add_flagcx(site: Site, settings: Settings) -> None:
     transport = communicator.agreed.transport
     if not isinstance(transport, FlagCXTransport):
         raise TypeError(f"FlagCX offers every operation, and yet the transport is {transport!r}")
-    function = transport.communicator.library.function(FlagCXOperation.ALL_REDUCE)
-    handle, stream_now = transport.communicator.handle, raw_stream_of(site.context.device)
-
-    def bare(tensor: torch.Tensor) -> None:
-        address = tensor.data_ptr()
-        code = function(handle, address, address, tensor.numel(), NUMBER, SUM, stream_now())
-        if code:
-            raise RuntimeError(f"flagcxAllReduce answered {code}")
-
     site.routes[FLAGCX] = Route(FLAGCX, communicator.all_reduce, call_registered=communicator.all_reduce)
-    site.routes[BARE] = Route(BARE, bare)
+    site.routes[BARE] = Route(BARE, _bare(site))
 
 
 def _add_kernel(site: Site) -> None:
@@ -211,7 +202,7 @@ def _add_fastest(site: Site, settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class CLoop:
-    """flagcxAllReduce from C, past the binding: address of the function, the library's own handles."""
+    """flagcxAllReduce itself, past the binding: its address, and the library's own handles."""
 
     function: int
     communicator: int
@@ -220,12 +211,41 @@ class CLoop:
 
 def c_loop(site: Site) -> CLoop:
     """On the communicator of the route flagcx, and the current stream."""
-    transport = site.communicator.agreed.transport
-    handle, library = transport.communicator.handle, transport.communicator.library
-    boxed = library.native.ffi.new("uintptr_t *")
-    library.native.lib.sglang_fl_flagcx_library_stream(handle, raw_stream_of(site.context.device)(), boxed)
-    communicator = library.native.lib.sglang_fl_flagcx_library_communicator(handle)
+    library = site.communicator.agreed.transport.communicator.library
+    communicator = library.native.lib.sglang_fl_flagcx_library_communicator(_handle(site))
     address = ctypes.cast(ctypes.CDLL(library.path).flagcxAllReduce, ctypes.c_void_p).value
     if not address:
         raise RuntimeError(f"{library.path} has no flagcxAllReduce")
-    return CLoop(int(address), int(communicator), int(boxed[0]))
+    return CLoop(int(address), int(communicator), _library_stream(site, raw_stream_of(site.context.device)()))
+
+
+def _handle(site: Site) -> Any:
+    return site.communicator.agreed.transport.communicator.handle
+
+
+def _library_stream(site: Site, raw_stream: int) -> int:
+    """What the library calls that stream."""
+    native = site.communicator.agreed.transport.communicator.library.native
+    boxed = native.ffi.new("uintptr_t *")
+    native.lib.sglang_fl_flagcx_library_stream(_handle(site), raw_stream, boxed)
+    return int(boxed[0])
+
+
+def _bare(site: Site) -> Call:
+    """flagcxAllReduce on the current stream, with nothing of this package in between; the calls are not recorded."""
+    loop, stream_now = c_loop(site), raw_stream_of(site.context.device)
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments, ctypes.c_void_p, ctypes.c_void_p)(loop.function)
+    streams: dict[int, int] = {}
+
+    def bare(tensor: torch.Tensor) -> None:
+        raw = stream_now()
+        stream = streams.get(raw)
+        if stream is None:
+            stream = streams[raw] = _library_stream(site, raw)
+        address = tensor.data_ptr()
+        code = function(address, address, tensor.numel(), NUMBER, SUM, loop.communicator, stream)
+        if code:
+            raise RuntimeError(f"flagcxAllReduce answered {code}")
+
+    return bare

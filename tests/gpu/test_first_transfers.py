@@ -38,17 +38,28 @@ def three_places(request: pytest.FixtureRequest) -> Places:
     return places(request.param)
 
 
+def _communicator(context: RankContext, timeout_s: float | None = None) -> CommunicatorFL:
+    communicator = communicator_of_all(context, "pp:0", **({} if timeout_s is None else {"timeout_s": timeout_s}))
+    # CUDA loads a kernel at its first launch, and on the way waits for what runs: for a send, until it is received.
+    assert _is_all(_message(communicator, 8, 1.0), 1.0) and not _is_all(_message(communicator, 8, 1.0), 2.0)
+    return communicator
+
+
 def _message(communicator: CommunicatorFL, elements: int, value: float) -> torch.Tensor:
-    return torch.full((elements,), value, device=communicator.device)
+    return torch.full((elements,), value, dtype=torch.float32, device=communicator.device)
+
+
+def _is_all(tensor: torch.Tensor, value: float) -> bool:
+    return bool(tensor.eq(value).all().item())
 
 
 def _receive(communicator: CommunicatorFL, elements: int, src: int, value: float) -> None:
     received = communicator.recv(torch.Size([elements]), torch.float32, src)
-    assert received.eq(value).all().item(), (src, value)
+    assert _is_all(received, value), (src, value)
 
 
 def _send_first(context: RankContext, elements: int, on_own_stream: bool) -> None:
-    communicator, rank, size = communicator_of_all(context, "pp:0"), context.rank, context.world_size
+    communicator, rank, size = _communicator(context), context.rank, context.world_size
     following, previous = (rank + 1) % size, (rank - 1) % size
     stream = torch.cuda.Stream() if on_own_stream else torch.cuda.default_stream()
     with torch.cuda.stream(stream):
@@ -75,7 +86,7 @@ def test_a_ring_of_three_sends_first(backend: str, elements: int, three_places: 
 
 
 def _in_own_order(context: RankContext) -> None:
-    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
+    communicator, rank = _communicator(context), context.rank
     others = [(rank + 1) % 3, (rank + 2) % 3]
     for dst in others:
         for number in range(3):
@@ -93,7 +104,7 @@ def test_each_rank_begins_with_another(backend: str, three_places: Places) -> No
 
 
 def _nobody_comes(context: RankContext) -> list[str]:
-    communicator, store = communicator_of_all(context, "pp:0", timeout_s=_MISSING_S), context.store("done")
+    communicator, store = _communicator(context, _MISSING_S), context.store("done")
     if context.rank == 1:
         store.wait(["done"])
         communicator.destroy()
@@ -143,7 +154,7 @@ def _wait_for(is_so: Callable[[], bool]) -> None:
 
 
 def _received_late(context: RankContext) -> None:
-    communicator, store, elements = communicator_of_all(context, "pp:0"), context.store("seen"), _SIZES[-1]
+    communicator, store, elements = _communicator(context), context.store("seen"), _SIZES[-1]
     _exchange(communicator)
     if context.rank == 1:
         store.wait(["seen"])
@@ -188,7 +199,7 @@ def _exchange(communicator: CommunicatorFL) -> None:
 
 
 def _captured(context: RankContext) -> None:
-    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
+    communicator, rank = _communicator(context), context.rank
     own, received = (torch.zeros(1 << 20, device=communicator.device) for _ in range(2))
     _exchange(communicator)
     dist.barrier()
@@ -215,7 +226,7 @@ def test_transfers_are_captured_once_connected(backend: str, two_places: Places)
 
 
 def _captured_first(context: RankContext) -> str:
-    communicator, rank = communicator_of_all(context, "pp:0"), context.rank
+    communicator, rank = _communicator(context), context.rank
     tensor = _message(communicator, 8, 1.0)
     graph = torch.cuda.CUDAGraph()
     with CAPTURES.capture(), torch.cuda.graph(graph), pytest.raises(CommError) as caught:
