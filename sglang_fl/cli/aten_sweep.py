@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sglang_fl.cli.numbers import Finite
+
 if TYPE_CHECKING:
     from sglang_fl.aten.sweep.results import Table
 
@@ -29,8 +31,16 @@ TABLE, PARTIAL, PLOT, REPORT = "sweep.csv", "partial.jsonl", "sweep.png", "exclu
     "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder of the results; a started sweep goes on."
 )
 @click.option("--operators", metavar="A,B", help="Only these, by FlagGems' names or ATen's.")
-@click.option("--limit-s", type=float, default=480.0, show_default=True, help="Seconds for the whole sweep.")
-@click.option("--case-limit-s", type=float, default=90.0, show_default=True, help="Seconds for one case.")
+@click.option(
+    "--limit-s",
+    type=Finite(min=0, min_open=True),
+    default=480.0,
+    show_default=True,
+    help="Seconds for the whole sweep.",
+)
+@click.option(
+    "--case-limit-s", type=Finite(min=0, min_open=True), default=90.0, show_default=True, help="Seconds for one case."
+)
 @click.option("--record", metavar="MODEL", help="Instead: record the calls of a model into the --shapes file, and end.")
 @click.option("--device", default="cpu", show_default=True, help="With --record: where SGLang runs, cpu or cuda.")
 @click.option(
@@ -91,7 +101,7 @@ def _record(model: str, device: str, files: tuple[Path, ...]) -> None:
 
 
 def _write_list(tables: tuple[Path, ...], target: Path) -> None:
-    from sglang_fl.aten.sweep.results import Table
+    from sglang_fl.aten.sweep.results import Table, TableError
     from sglang_fl.aten.sweep.yaml_list import ListError, write_list
 
     if len(tables) != 1:
@@ -99,17 +109,17 @@ def _write_list(tables: tuple[Path, ...], target: Path) -> None:
     (table,) = tables
     try:
         names = write_list(target, Table.read(table), table.name)
-    except (OSError, ListError) as error:
+    except (OSError, ListError, TableError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{len(names)} operators written to {target}: {', '.join(names)}")
 
 
 def _merge(tables: tuple[Path, ...], out: Path) -> None:
-    from sglang_fl.aten.sweep.results import Table
+    from sglang_fl.aten.sweep.results import Table, TableError
 
     try:
         merged = Table.merged([Table.read(table) for table in tables])
-    except OSError as error:
+    except (OSError, TableError) as error:
         raise click.ClickException(str(error)) from error
     out.mkdir(parents=True, exist_ok=True)
     merged.write(out / TABLE)

@@ -11,6 +11,8 @@ from types import FrameType
 import click
 from rich.console import Console
 
+from sglang_fl.cli.numbers import Finite
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPORT = "report.json"
 
@@ -24,7 +26,7 @@ REPORT = "report.json"
 )
 @click.option(
     "--ready-limit-s",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=600.0,
     show_default=True,
     help="Seconds for a server, and an answer.",
@@ -37,7 +39,7 @@ REPORT = "report.json"
 @click.option("--new-tokens", type=click.IntRange(min=1), default=24, show_default=True, help="Greedy tokens a prompt.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, min_open=True),
     help="Root mean square of differences in log probability that is rounding; by default measured on SGLang alone.",
 )
 def command(

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import csv
 import math
+import re
+import reprlib
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from sglang_fl.aten.sweep import probes
 from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, merge_cases, read_cases
 from sglang_fl.aten.sweep.errors import compare
 from sglang_fl.aten.sweep.inputs import Call
 from sglang_fl.aten.sweep.recorder import Recorder
-from sglang_fl.aten.sweep.results import ALLOWED_RATIO, NOT_REACHED, Result, Table, sort_results
+from sglang_fl.aten.sweep.results import ALLOWED_RATIO, NOT_REACHED, Result, Table, TableError, sort_results
 from sglang_fl.aten.sweep.run import Job, Limits, SweepError, run
 from sglang_fl.aten.sweep.yaml_list import ListError, write_list
 from sglang_fl.cli.aten_sweep import HOST_SHAPES, PROBES, SHAPES
+from sglang_fl.cli.frame import commands
 from sglang_fl.config.yaml_file import read_yaml
 
 CPU = torch.device("cpu")
@@ -255,6 +260,36 @@ class TestRule:
         assert [row.verdict() for row in read.results] == [row.verdict() for row in rows]
         assert read.verified() == ["cat"]
         assert read.call_share() == (2, 6)
+
+    @pytest.mark.parametrize(
+        ("column", "text"),
+        [("torch_us", "fast"), ("calls", "2²"), ("calls", "9" * 5000), ("phases", "decode_1"), ("phases", "a:1e3")],
+        ids=reprlib.repr,
+    )
+    def test_a_number_that_is_none_names_the_file(self, tmp_path: Path, column: str, text: str) -> None:
+        """Given a table with something else in the place of a number, when read, then the error names the file."""
+        path = tmp_path / "sweep.csv"
+        Table(ORIGIN, [result("cat")]).write(path)
+        origin, *lines = path.read_text().splitlines(keepends=True)
+        (row,) = csv.DictReader(lines)
+        with path.open("w", newline="") as file:
+            file.write(origin)
+            writer = csv.DictWriter(file, list(row))
+            writer.writeheader()
+            writer.writerow({**row, column: text})
+        with pytest.raises(TableError, match=f"{re.escape(str(path))} is no table of a sweep"):
+            Table.read(path)
+
+    @pytest.mark.parametrize("content", ["", "# a=1\n", "some text\nmore\n", "# a=1\noperator,call\ncat,x\n"])
+    @pytest.mark.parametrize("options", [["--write-list", "new.yaml"], ["--out", "new"]])
+    def test_another_file_is_one_line(self, tmp_path: Path, content: str, options: list[str]) -> None:
+        """Given a file that is no table, when the command takes it as one, then one line says so, and exit code 1."""
+        path, (option, name) = tmp_path / "sweep.csv", options
+        path.write_text(content)
+        arguments = ["aten-sweep", "--table", str(path), option, str(tmp_path / name)]
+        done = CliRunner().invoke(commands, arguments)
+        assert done.exit_code == 1
+        assert f"{path} is no table of a sweep" in done.output
 
 
 class TestMerging:

@@ -153,6 +153,10 @@ class Result:
         return ""
 
 
+class TableError(ValueError):
+    """A file is no table of a sweep; the message says why."""
+
+
 @dataclass(frozen=True)
 class Table:
     """All results with what they were measured on: FlagGems' version, card, torch, triton, model, SGLang."""
@@ -172,11 +176,27 @@ class Table:
 
     @classmethod
     def read(cls, path: Path) -> Table:
-        """Read what :meth:`write` wrote."""
-        with path.open(newline="") as file:
-            head = file.readline().removeprefix("# ").strip()
-            origin = dict(item.split("=", 1) for item in head.split("; "))
-            return cls(origin, [_from_row(row) for row in csv.DictReader(file)])
+        """Read what :meth:`write` wrote.
+
+        Raises:
+            TableError: names the file and what is wrong with it.
+            OSError: it cannot be read.
+        """
+        try:
+            with path.open(newline="") as file:
+                head = file.readline().removeprefix("# ").strip()
+                origin = dict(item.split("=", 1) for item in head.split("; "))
+                reader = csv.DictReader(file)
+                if not reader.fieldnames:
+                    raise ValueError("it has no columns")
+                table = cls(origin, [_from_row(row) for row in reader])
+            for result in table.results:
+                result.counts()
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise TableError(
+                f"{path} is no table of a sweep ({type(error).__name__}: {error}). Make it with aten-sweep --out."
+            ) from error
+        return table
 
     @classmethod
     def merged(cls, tables: Sequence[Table]) -> Table:
