@@ -15,6 +15,8 @@ PROMPT_TOKENS = 64
 TOP_LOGITS = 8
 LIMIT_S = 180.0
 WARM_UP_STEPS = 8
+# Below 1, sampling by PyTorch sorts, sums and masks instead of drawing at once.
+TOP_P = 0.9
 FIRST_ID = 10  # below are special tokens
 
 
@@ -44,12 +46,14 @@ class Workload:
         prompts: token ids.
         steps: decode steps that are timed.
         temperature: 0 is greedy.
+        top_p: sampled are the likeliest tokens of this probability together.
     """
 
     name: str
     prompts: list[list[int]]
     steps: int = 0
     temperature: float = 0.0
+    top_p: float = 1.0
 
     def sample(self, server: Server) -> float:
         """Milliseconds of a decode step or of a prefill, by the clock of whoever asks, once."""
@@ -62,7 +66,7 @@ class Workload:
 
     def _ask(self, server: Server, new_tokens: int) -> float:
         start = time.perf_counter()
-        replies = ask(server, self.prompts, new_tokens, self.temperature)
+        replies = ask(server, self.prompts, new_tokens, self.temperature, self.top_p)
         elapsed_ms = (time.perf_counter() - start) * 1e3
         found = [len(reply["output_ids"]) for reply in replies]
         if found != [new_tokens] * len(self.prompts):
@@ -79,6 +83,7 @@ def workloads(sizes: Sizes) -> Iterator[Workload]:
     for batch in sizes.sampled_batches:
         prompts = make_prompts(sizes, batch, PROMPT_TOKENS)
         yield Workload(f"sampled decode {{}}, batch {batch}", prompts, sizes.steps, 1.0)
+        yield Workload(f"sampled decode {{}}, batch {batch}, top-p {TOP_P:g}", prompts, sizes.steps, 1.0, TOP_P)
     count = sizes.prefill_tokens
     yield Workload(f"prefill {{}}, {count} tokens", make_prompts(sizes, 1, count))
 
@@ -93,9 +98,11 @@ def answers(server: Server, sizes: Sizes) -> list[Answer]:
     return found
 
 
-def ask(server: Server, prompts: list[list[int]], new_tokens: int, temperature: float, **more: Any) -> list[Any]:
+def ask(
+    server: Server, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0, **more: Any
+) -> list[Any]:
     """The replies of /generate to all prompts at once."""
-    sampling = {"temperature": temperature, "max_new_tokens": new_tokens, "ignore_eos": True}
+    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": new_tokens, "ignore_eos": True}
     body = {"input_ids": prompts, "sampling_params": sampling, **more}
     replies: list[Any] = server.post("/generate", body, LIMIT_S)
     return replies

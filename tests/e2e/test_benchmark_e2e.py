@@ -49,6 +49,7 @@ def test_the_record_has_every_start_and_row(finished: Finished) -> None:
         f"decode {CONFIGURATION}, batch 1",
         f"decode {CONFIGURATION}, batch 2",
         f"sampled decode {CONFIGURATION}, batch 2",
+        f"sampled decode {CONFIGURATION}, batch 2, top-p 0.9",
         f"prefill {CONFIGURATION}, 256 tokens",
     ]
     assert all(len(row["samples"]) == len(row["reference_samples"]) == 1 for row in timed)
