@@ -12,7 +12,6 @@ with 2 where the arguments are wrong. FLAGCX_PATH must be set on GPUs; on a CPU 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -30,8 +29,21 @@ from benchmarks.cluster.judge import MISSED, Check, Ended, Result, State, exit_c
 from benchmarks.cluster.parts import Machine, Part, parts
 from benchmarks.cluster.run import run
 from benchmarks.e2e import shapes
+from benchmarks.e2e.options import (
+    FLAGCX_VARIABLE,
+    OptionError,
+    broken_record,
+    find_flagcx,
+    other_commit,
+    positive,
+    read_record,
+    require_file,
+    require_once,
+    write_whole,
+)
 from benchmarks.e2e.servers import GPU_ENVIRONMENT
 from benchmarks.figures import Kind
+from sglang_fl.comm.tools.sizes import seconds
 
 NAME = "cluster"
 DEFAULT_LIMIT_S = 7200.0
@@ -39,7 +51,8 @@ DEFAULT_SHAPES = {True: "qwen2.5-14b", False: "tiny-8"}
 # One round on a CPU: a start of eight ranks takes minutes there, and times mean nothing.
 DEFAULT_STARTS = {True: 3, False: 1}
 DEFAULT_REPEATS = {True: 5, False: 1}
-HOSTCX = record.ROOT / "build" / "hostcx"
+DEFAULT_RANKS = 8
+ALL_GPUS = "all"
 _STYLES = {State.MET: "green", State.NOT_RUN: "yellow", State.MISSED: "bold red", State.FAILED: "bold red"}
 
 
@@ -48,19 +61,16 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, _end)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    out: Path = options.out.resolve()
-    machine = Machine(
-        options.is_on_gpu, options.ranks, out, options.shape, options.starts, options.repeats, options.commit
-    )
-    planned = list(parts(machine))
+    out: Path = options.out
+    machine, planned, kept = options.machine, options.planned, options.kept
     if options.list:
         for part in planned:
             console.print(f"{part.name}: {part.cannot or shlex.join(part.arguments(out, part.limit_s))}", markup=False)
         return 0
-    out.mkdir(parents=True, exist_ok=True)
     command = f"python -m benchmarks.cluster {shlex.join(arguments)}"
     head = record.record(Kind.E2E, [], command, options.is_on_gpu, options.commit)
-    kept = dict(_earlier(out, planned, str(head["commit"]))) if options.resume else {}
+    if options.kept_nothing:
+        console.print(f"--resume: nothing is kept: {options.kept_nothing}", markup=False)
     for part in planned:
         if options.only and part.name not in options.only:
             kept.setdefault(part.name, not_run(part, "not named by --only"))
@@ -70,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         results.append(result)
         took = f", {result.ended.took_s:.0f} s" if result.ended is not None else ""
         console.print(f"{result.part.name}: {result.verdict}{took}", style=_STYLES[result.state], markup=False)
-        record.write({**head, **describe(machine, results)}, out / f"{NAME}.json")
+        write_whole({**head, **describe(machine, results)}, out / f"{NAME}.json")
 
     run(planned, out, options.is_on_gpu, options.limit_s, options.environment, tell, kept)
     show(machine, results, console)
@@ -136,12 +146,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), help="default: cuda where torch sees one")
-    add("--gpus", default="all", metavar="N", help="the first N of this machine; default: all")
-    add("--ranks", type=int, default=8, metavar="N", help="on a CPU: processes (default 8)")
+    add("--gpus", type=_gpus, metavar="N", help=f"the first N of this machine, or {ALL_GPUS}, which is the default")
+    add("--ranks", type=positive, metavar="N", help=f"on a CPU: processes (default {DEFAULT_RANKS})")
     add("--shape", choices=shapes.names(), help="default: qwen2.5-14b, on a CPU tiny-8")
-    add("--starts", type=int, help="rounds of servers; default: 3, on a CPU 1")
-    add("--repeats", type=int, help="samples of each row in a start; default: 5, on a CPU 1")
-    add("--limit-s", type=float, default=DEFAULT_LIMIT_S, help=f"for all parts (default {DEFAULT_LIMIT_S:g})")
+    add("--starts", type=positive, help="rounds of servers; default: 3, on a CPU 1")
+    add("--repeats", type=positive, help="samples of each row in a start; default: 5, on a CPU 1")
+    add("--limit-s", type=seconds, default=DEFAULT_LIMIT_S, help=f"for all parts (default {DEFAULT_LIMIT_S:g})")
     add("--only", action="append", default=[], metavar="PART", help="this part alone; may be repeated; see --list")
     add(
         "--resume",
@@ -158,21 +168,47 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.shape = options.shape or DEFAULT_SHAPES[options.is_on_gpu]
     options.starts = options.starts or DEFAULT_STARTS[options.is_on_gpu]
     options.repeats = options.repeats or DEFAULT_REPEATS[options.is_on_gpu]
-    names = [part.name for part in parts(Machine(options.is_on_gpu, options.ranks, options.out, options.shape))]
+    options.out = options.out.resolve()
+    options.machine = Machine(
+        options.is_on_gpu, options.ranks, options.out, options.shape, options.starts, options.repeats, options.commit
+    )
+    options.planned = list(parts(options.machine))
+    names = [part.name for part in options.planned]
     unknown = sorted(set(options.only) - set(names))
     if unknown:
         parser.error(f"--only: there is no part {', '.join(unknown)}; there are {', '.join(names)}")
-    options.environment = _environment(parser, options)
+    if options.list and (options.only or options.resume):
+        parser.error("--list shows all parts and runs none: --only and --resume have no effect")
+    options.kept, options.kept_nothing = {}, ""
+    try:
+        require_once("--only", options.only)
+        options.environment = _environment(options)
+        if options.list:
+            return options
+        # At last, so that what is refused leaves nothing behind.
+        require_file("--out, its record", options.out / f"{NAME}.json")
+        if options.resume:
+            options.kept, options.kept_nothing = _earlier(
+                options.out / f"{NAME}.json", options.planned, options.commit or record.describe_commit()
+            )
+    except OptionError as error:
+        parser.error(str(error))
     return options
 
 
+def _gpus(text: str) -> int | str:
+    return text if text == ALL_GPUS else positive(text)
+
+
 def _ranks(parser: argparse.ArgumentParser, options: argparse.Namespace, gpus: int) -> int:
+    if options.is_on_gpu and options.ranks is not None:
+        parser.error("--ranks has no effect on GPUs: choose with --gpus N, or --device cpu")
+    if not options.is_on_gpu and options.gpus is not None:
+        parser.error("--gpus has no effect on a CPU: choose with --ranks N, or --device cuda")
     if not options.is_on_gpu:
-        ranks = options.ranks
-    elif options.gpus == "all":
-        ranks = gpus
+        ranks = options.ranks or DEFAULT_RANKS
     else:
-        ranks = int(options.gpus) if options.gpus.isdigit() else 0
+        ranks = gpus if options.gpus in (None, ALL_GPUS) else options.gpus
         if ranks > gpus:
             parser.error(f"--gpus {ranks}: torch sees {gpus} here")
     if ranks < 2 or ranks % 2:
@@ -183,12 +219,8 @@ def _ranks(parser: argparse.ArgumentParser, options: argparse.Namespace, gpus: i
     return int(ranks)
 
 
-def _environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, str]:
-    flagcx = os.environ.get("FLAGCX_PATH") or ("" if options.is_on_gpu else str(HOSTCX))
-    if not flagcx or not Path(flagcx).exists():
-        advice = "set it to FlagCX's folder" if options.is_on_gpu else "run make hostcx, or set it"
-        parser.error(f"FLAGCX_PATH: {flagcx or 'not set'}: nothing there; {advice}")
-    found = {"FLAGCX_PATH": flagcx}
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    found = {FLAGCX_VARIABLE: find_flagcx(options.is_on_gpu)}
     if options.is_on_gpu:
         visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         devices = (visible or list(map(str, range(options.ranks))))[: options.ranks]
@@ -198,12 +230,24 @@ def _environment(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     return {**found, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
-def _earlier(out: Path, planned: Sequence[Part], commit: str) -> Iterator[tuple[str, Result]]:
-    """Parts that were run to their end without a failure, by the same command at the same commit; misses are kept."""
-    path = out / f"{NAME}.json"
-    content: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    if not commit or commit.endswith("+changes") or content.get("commit") != commit:
-        return
+def _earlier(path: Path, planned: Sequence[Part], commit: str) -> tuple[dict[str, Result], str]:
+    """Results of the record at ``path`` by their part's name; where it is of another commit, none, and why.
+
+    Raises:
+        OptionError: it is no record.
+    """
+    content = read_record(path)
+    if content is None:
+        return {}, "there is no record yet"
+    try:
+        why = other_commit(str(content["commit"]), commit)
+        return ({}, why) if why else (dict(_results(content, planned)), "")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise broken_record(path, error) from error
+
+
+def _results(content: Mapping[str, Any], planned: Sequence[Part]) -> Iterator[tuple[str, Result]]:
+    """Parts that were run to their end without a failure, by the same command; misses are kept."""
     by_name = {part.name: part for part in planned}
     for found in content["parts"]:
         part = by_name.get(found["name"])

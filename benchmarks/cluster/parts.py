@@ -15,6 +15,7 @@ from sglang_fl.comm.tools.checks import CHECKS
 
 # An end-to-end run is told to end so long before its limit, so that it stops its servers itself.
 END_S = 20.0
+LEAST_E2E_S = 1.0
 FAULTS = ("silu_and_mul", "all_reduce", "all_gather")
 
 
@@ -82,7 +83,7 @@ class Part:
         """The whole command, with ``limit_s`` for it."""
         found = [*self.command, f"--json={out / self.file}.json"]
         if self.is_e2e:
-            found += [f"--out={out / self.file}", f"--limit-s={max(0.0, limit_s - END_S):g}"]
+            found += [f"--out={out / self.file}", f"--limit-s={max(LEAST_E2E_S, limit_s - END_S):g}"]
         return [*found, *self.last]
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cluster.judge import Ended, Result, judge, not_run
 from benchmarks.cluster.parts import Part
@@ -79,8 +80,18 @@ def execute(command: Sequence[str], place: Path, limit_s: float, environment: Ma
             code = None
         finally:
             _end(process)
-    content = json.loads(record.read_text()) if record.exists() else {}
-    return Ended(code, time.monotonic() - start, content, log.read_text(errors="replace"))
+    return Ended(code, time.monotonic() - start, _content(record), log.read_text(errors="replace"))
+
+
+def _content(record: Path) -> dict[str, Any]:
+    """Of the record that a command left; one that was ended in the middle of it may have left a part."""
+    if not record.exists():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(record.read_text())
+    except ValueError as error:
+        return {"failed": {"its record": f"{record} is none: {error}"}}
+    return content
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 PLUGIN = "sglang_fl"
 PIECEWISE_OFF = "--disable-piecewise-cuda-graph"
+BACKEND_VARIABLE = "SGLANG_FL_DIST_BACKEND"
+FLAGCX_BACKEND = "flagcx"
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,18 @@ class Configuration:
     bar: float | None = None
     is_timed: bool = True
 
+    @property
+    def has_flagcx(self) -> bool:
+        """Whether FlagCX must carry every group of more than one rank."""
+        return self.environment.get(BACKEND_VARIABLE) == FLAGCX_BACKEND
+
 
 NATIVE = "native"
 # SGLang's own methods of groups: none is hooked.
-OWN_GROUPS = {"SGLANG_FL_DIST_BACKEND": "nccl"}
+OWN_GROUPS = {BACKEND_VARIABLE: "nccl"}
 ATEN_ONLY = {"SGLANG_FL_OOT_ENABLED": "0", **OWN_GROUPS}
 RECORD = {"SGLANG_FLAGGEMS_RECORD": "1", "SGLANG_FLAGGEMS_LOG_ONCE": "0", "SGLANG_FLAGGEMS_LOG_PATH": "{recorded}"}
-FLAGCX = {"SGLANG_FL_DIST_BACKEND": "flagcx"}
+FLAGCX = {BACKEND_VARIABLE: FLAGCX_BACKEND}
 
 _ALL = (
     Configuration(NATIVE, "SGLang alone"),

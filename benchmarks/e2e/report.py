@@ -79,8 +79,11 @@ def _token_rows(name: str, pairs: Sequence[tuple[Start, Start]]) -> list[Figure]
 
 
 def _ready(configuration: Configuration, pairs: Sequence[tuple[Start, Start]]) -> list[Figure]:
-    """The first round finds nothing in the caches of files and of Triton."""
-    warm = [pair for pair in pairs if pair[0].step.number > 0]
+    """The first round of a call may find nothing in the caches of files and of Triton."""
+    first: dict[int, int] = {}
+    for start, _ in pairs:
+        first[start.call] = min(start.step.number, first.get(start.call, start.step.number))
+    warm = [pair for pair in pairs if pair[0].step.number > first[pair[0].call]]
     if not warm or not configuration.layers or not configuration.is_timed:
         return []
     samples, reference = [start.ready_s for start, _ in warm], [native.ready_s for _, native in warm]

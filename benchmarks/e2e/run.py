@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,18 @@ class Plan:
     repeats: int = 5
     controls_on: str | None = None
 
-    def steps(self) -> Iterator[Step]:
-        """All starts in their order."""
+    def rounds(self) -> Iterator[list[Step]]:
+        """The starts that are compared to each other's times; at the end the controls, which have none, alone."""
         for number in range(self.starts):
             names = (*self.configurations, *(self.once if number == self.starts - 1 else ()))
-            yield from (Step(CONFIGURATIONS[name], number) for name in names)
+            yield [Step(CONFIGURATIONS[name], number) for name in names]
         if self.controls_on is not None:
-            yield Step(CONFIGURATIONS[self.controls_on], self.starts - 1, is_control=True)
+            yield [Step(CONFIGURATIONS[self.controls_on], self.starts - 1, is_control=True)]
+
+    def steps(self) -> Iterator[Step]:
+        """All starts in their order."""
+        for steps in self.rounds():
+            yield from steps
 
 
 @dataclass
@@ -71,6 +76,7 @@ class Start:
         places: of a control run, where each fault is.
         weights: digests by rank and name.
         recorded: how often each ATen operator ran on FlagGems, where that was recorded.
+        call: of the program, by which it was made; the first is 1.
     """
 
     step: Step
@@ -84,6 +90,7 @@ class Start:
     lines: list[str] = field(default_factory=list)
     command: str = ""
     took_s: float = 0.0
+    call: int = 1
 
 
 @dataclass
@@ -105,7 +112,14 @@ class Outcome:
 
 
 def run(
-    plan: Plan, site: Site, sizes: Sizes, limit_s: float, tell: Callable[[str], None], keep: Callable[[Outcome], None]
+    plan: Plan,
+    site: Site,
+    sizes: Sizes,
+    limit_s: float,
+    tell: Callable[[str], None],
+    keep: Callable[[Outcome], None],
+    kept: Sequence[Start] = (),
+    call: int = 1,
 ) -> Outcome:
     """Make the starts one after another, each with the GPUs to itself.
 
@@ -118,9 +132,17 @@ def run(
         limit_s: no start is begun that would end later, as long as the longest before it taken.
         tell: is given a line for each start.
         keep: is given what there is after each start and at the end.
+        kept: starts of earlier calls, which are not made again.
+        call: the number of this one.
     """
-    outcome, began, longest = Outcome(), time.monotonic(), FIRST_START_S
+    outcome, began = Outcome(list(kept)), time.monotonic()
+    longest = max([FIRST_START_S, *(start.took_s for start in kept)])
+    order = {step.name: place for place, step in enumerate(plan.steps())}
+    by_name = {start.step.name: start for start in kept}
     for step in plan.steps():
+        if step.name in by_name:
+            tell(f"{step.name}: kept, made by call {by_name[step.name].call}")
+            continue
         left_s = limit_s - (time.monotonic() - began)
         if outcome.not_run or left_s < longest:
             outcome.not_run.append(step.name)
@@ -134,8 +156,9 @@ def run(
             outcome.failures[step.name] = str(error)
             tell(f"{step.name}: FAILED: {error}")
         else:
-            start.took_s = time.monotonic() - start_s
+            start.took_s, start.call = time.monotonic() - start_s, call
             outcome.starts.append(start)
+            outcome.starts.sort(key=lambda each: order[each.step.name])
             medians = ", ".join(f"{sorted(each)[len(each) // 2]:.3f}" for each in start.samples.values())
             tell(f"{step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; ms {medians or '-'}")
         longest = max(longest if outcome.starts else 0.0, time.monotonic() - start_s)
@@ -228,6 +251,7 @@ def describe(outcome: Outcome) -> dict[str, Any]:
                 "configuration": start.step.configuration.name,
                 "ready_s": start.ready_s,
                 "took_s": start.took_s,
+                "call": start.call,
                 "samples": start.samples,
                 "tokens": [list(answer.ids) for answer in start.answers],
                 "controls": dict(start.places),

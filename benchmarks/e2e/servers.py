@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e import server_plugin
-from benchmarks.e2e.configurations import PLUGIN, Configuration
+from benchmarks.e2e.configurations import FLAGCX_BACKEND, PLUGIN, Configuration
+from benchmarks.e2e.options import FLAGCX_VARIABLE
 from benchmarks.e2e.server_plugin.controls import OFF
 from sglang_fl.testing.server import HOST, Server, ServerError
 
@@ -37,6 +39,8 @@ GPU_ENVIRONMENT = {
 }
 FREE_WAIT_S = 60.0
 FREE_SLACK_MIB = 1024
+# The plugin's line of each group, whose first word after the ranks is what carries it, also in mode fastest.
+_GROUP = re.compile(r"group (?P<name>.+?) ranks \[(?P<ranks>[\d, ]+)\]: (?P<carrier>[^;]*)")
 
 
 @dataclass
@@ -80,6 +84,7 @@ class Site:
         memory_mib: used by others on each GPU before the first start.
         pp: stages, each of ``tp`` ranks.
         has_dp_attention: whether each rank of a stage has the attention of its own requests.
+        flagcx: FLAGCX_PATH of the configurations with FlagCX; empty: as in this process.
     """
 
     model: Path
@@ -91,6 +96,7 @@ class Site:
     memory_mib: tuple[int, ...] = ()
     pp: int = 1
     has_dp_attention: bool = False
+    flagcx: str = ""
 
     @property
     def ranks(self) -> int:
@@ -98,7 +104,12 @@ class Site:
         return self.tp * self.pp
 
     def server(self, configuration: Configuration, name: str, limit_s: float, switch: Path | None) -> MeasuredServer:
-        """A server that is not started yet; with a ``switch`` it has the faults of the controls, switched off."""
+        """A server that is not started yet; with a ``switch`` it has the faults of the controls, switched off.
+
+        What an earlier start of this ``name`` reported is removed.
+        """
+        for path in (*self.folder.glob(f"{name}.weights.rank*"), self.recorded_path(name)):
+            path.unlink(missing_ok=True)
         dp_attention = (DP_ATTENTION,) if self.has_dp_attention else ()
         arguments = (*(configuration.arguments if self.is_on_gpu else ()), *dp_attention, *self.arguments)
         environment = self._environment(configuration, name)
@@ -130,6 +141,8 @@ class Site:
         }
         if not self.is_on_gpu:
             settings = {key: CPU_VALUES.get(value, value) for key, value in settings.items()}
+        if self.flagcx and configuration.has_flagcx:
+            settings[FLAGCX_VARIABLE] = self.flagcx
         if self.has_dp_attention and not self.is_on_gpu and not configuration.layers:
             settings[server_plugin.CPU_HOOKS_VARIABLE] = "1"
         return {
@@ -143,7 +156,8 @@ class Site:
         """That the server is what the configuration says; its weights' report by rank, and the plugin's lines.
 
         Raises:
-            ServerError: it is not: the plugin or a layer is on where it should not be, or the reverse.
+            ServerError: it is not: the plugin or a layer is on where it should not be, or the reverse; or a group of
+                several ranks is not carried by FlagCX where it should be.
         """
         reports = {}
         for rank in range(self.ranks):
@@ -160,6 +174,8 @@ class Site:
             )
         if self.is_on_gpu:
             _require_layers(configuration, lines, server.log_path())
+        if configuration.has_flagcx and self.ranks > 1:
+            _require_flagcx(configuration, self.ranks, lines, server.log_path())
         return {"reports": reports, "lines": list(dict.fromkeys(lines))}
 
     def wait_until_free(self) -> None:
@@ -197,6 +213,20 @@ def _require_layers(configuration: Configuration, lines: list[str], log: Path) -
         own = [line for line in lines if line.startswith(f"layer {layer},")]
         if not any(": on:" in line for line in own) or any(": off:" in line for line in own):
             raise ServerError(f"{configuration.name}: layer {layer} is not on: {own}; see {log}")
+
+
+def _require_flagcx(configuration: Configuration, ranks: int, lines: list[str], log: Path) -> None:
+    """On GPUs and on a CPU: each group of several ranks says ``flagcx``, and every rank is in one of them."""
+    groups = [found for line in lines if (found := _GROUP.match(line)) and "," in found["ranks"]]
+    others = {found.string: None for found in groups if found["carrier"].strip() != FLAGCX_BACKEND}
+    if others:
+        raise ServerError(f"{configuration.name}: not carried by {FLAGCX_BACKEND}: {'; '.join(others)}; see {log}")
+    seen = {int(rank) for found in groups for rank in found["ranks"].split(",")}
+    if seen != set(range(ranks)):
+        raise ServerError(
+            f"{configuration.name}: {ranks} ranks, and groups of several say what carries them for ranks "
+            f"{sorted(seen) or 'none'} only; see {log}"
+        )
 
 
 def _python_path() -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks.cluster import command, run
@@ -24,8 +25,19 @@ from benchmarks.e2e.run import Outcome, Start, Step
 from benchmarks.e2e.tokens import Answer
 from benchmarks.record import Kind, record
 from sglang_fl.comm import bench, selftest
+from sglang_fl.comm.backends.flagcx import locate
 
 PART = Part("one", ("false",), 10.0, ("decode *",))
+
+
+@pytest.fixture(autouse=True)
+def flagcx(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """FLAGCX_PATH: a folder with a library that can be loaded, any; nothing here loads it."""
+    folder = tmp_path_factory.mktemp("flagcx")
+    (folder / "lib").mkdir()
+    (folder / "lib" / locate.FILE_NAME).symlink_to(torch._C.__file__)
+    monkeypatch.setenv("FLAGCX_PATH", str(folder))
+    return folder
 
 
 def machine(is_on_gpu: bool = True, ranks: int = 8, shape: str = "qwen2.5-14b") -> Machine:
@@ -278,6 +290,13 @@ def test_a_record_of_an_earlier_run_is_not_taken_for_this_one_s(tmp_path: Path) 
     assert states(result) == {"decode *": State.NOT_RUN}
 
 
+def test_a_record_that_was_cut_off_is_a_failure_of_its_part(tmp_path: Path) -> None:
+    """Given a command that leaves half a record, then that is what failed, and the next part is run."""
+    cut = replace(PART, command=(sys.executable, "-c", WRITES.replace("json.dumps", "'{' + json.dumps") % ("[]", "")))
+    first, second = ran([cut, program("two", [row()])], tmp_path)
+    assert states(first)["its record"] is State.FAILED and second.state is State.MET
+
+
 def test_the_limit_of_all_leaves_out_what_would_end_later(tmp_path: Path) -> None:
     """Given less time than any part needs, then none is begun, and the code is 3."""
     found = ran([program("one", [row()]), program("two", [row()])], tmp_path, limit_s=20.0)
@@ -289,12 +308,11 @@ def test_the_limit_of_all_leaves_out_what_would_end_later(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
-    """Parts in the place of the real ones; FlagCX is any folder."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """Parts in the place of the real ones."""
     found = [program("one", [row()]), program("two", [row(name="decode flagcx, batch 1")])]
     monkeypatch.setattr(command, "parts", lambda _: found)
     monkeypatch.setattr(command.record, "describe_commit", lambda: "abc")
-    monkeypatch.setenv("FLAGCX_PATH", str(tmp_path))
     return found
 
 
@@ -337,7 +355,7 @@ def test_only_leaves_the_others_out_and_resume_keeps_what_there_is(planned: list
 
 
 def test_resume_keeps_nothing_of_another_commit(
-    planned: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: list[Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Given a record of another commit, or of one with changes, then its parts are not kept."""
     for commits in (("abc", "def"), ("abc+changes", "abc+changes")):
@@ -345,6 +363,9 @@ def test_resume_keeps_nothing_of_another_commit(
             monkeypatch.setattr(command.record, "describe_commit", lambda commit=commit: commit)
             _, found = call(tmp_path, *more)
         assert [each["was_run"] for each in found["parts"]] == [False, True]
+    said = capsys.readouterr().out
+    assert "nothing is kept: the record is of commit abc, this is def" in said
+    assert "nothing is kept: the checkout has changes that are in no commit" in said
 
 
 @pytest.mark.parametrize(
@@ -367,36 +388,85 @@ def test_resume_keeps_misses_and_makes_failures_again(
         (["--only=two servers"], "there is no part two servers; there are selftest flagcx"),
         (["--shape=none"], "invalid choice"),
         (["--device=cuda", "--gpus=9"], "--gpus 9: torch sees"),
+        (["--device=cuda", "--gpus=²"], "'²' is no whole number above 0"),
+        (["--device=cuda", "--ranks=2"], "--ranks has no effect on GPUs"),
+        (["--gpus=2"], "--gpus has no effect on a CPU"),
+        (["--starts=0"], "'0' is no whole number above 0"),
+        (["--repeats=-1"], "'-1' is no whole number above 0"),
+        (["--limit-s=nan"], "'nan' is no time limit; write seconds, more than 0"),
+        (["--limit-s=inf"], "'inf' is no time limit; write seconds, more than 0"),
+        (["--limit-s=-1"], "'-1' is no time limit; write seconds, more than 0"),
+        (["--only=routes", "--only=routes"], "--only: routes more than once"),
+        (["--list", "--resume"], "--only and --resume have no effect"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Given odd ranks, an unknown part or shape, or more GPUs than there are, then 2 and what is allowed."""
+def test_wrong_arguments_are_refused(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given what cannot be, or has no effect, then 2 and what is allowed, and nothing is made."""
+    out = tmp_path / "out"
+    device = [] if "--device=cuda" in arguments else ["--device=cpu"]
     with pytest.raises(SystemExit, match="2"):
-        command.parse([*([] if "--device=cuda" in arguments else ["--device=cpu"]), *arguments])
+        command.parse([*device, f"--out={out}", *arguments])
     assert words in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given --out that is a file or below one, or a record that is a folder, then 2 before anything is run."""
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "out" / "cluster.json").mkdir(parents=True)
+    for place, words in (("file", "File exists"), ("file/out", "Not a directory"), ("out", "Is a directory")):
+        with pytest.raises(SystemExit, match="2"):
+            command.parse(["--device=cpu", f"--out={tmp_path / place}"])
+        said = capsys.readouterr().err
+        assert str(tmp_path / place) in said and words in said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"commit": "abc"}', '{"commit": "abc", "rows": [], "parts": [{}]}']
+)
+def test_resume_from_what_is_no_record_is_refused(
+    planned: list[Part], content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Given a file that is cut off or something else, then 2, and it stays as it is."""
+    (tmp_path / "cluster.json").write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        call(tmp_path, "--resume")
+    assert "cluster.json is no record to go on from" in capsys.readouterr().err
+    assert (tmp_path / "cluster.json").read_text() == content
+
+
+def test_a_list_of_the_parts_makes_nothing(planned: list[Part], tmp_path: Path) -> None:
+    """Given --list, then all is shown, and its folder is not made."""
+    assert command.main(["--device=cpu", "--list", f"--out={tmp_path / 'out'}"]) == 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_flagcx_that_is_not_there_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Given FLAGCX_PATH with nothing there, then 2 before anything is run."""
-    monkeypatch.setenv("FLAGCX_PATH", "/nonexistent")
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device=cpu"])
-    assert "FLAGCX_PATH: /nonexistent: nothing there" in capsys.readouterr().err
+    """Given FLAGCX_PATH with nothing there, or a folder without a library, then 2 before anything is run."""
+    for place, words in (("/nonexistent", "which does not exist"), (str(tmp_path), "which has no library")):
+        monkeypatch.setenv("FLAGCX_PATH", place)
+        with pytest.raises(SystemExit, match="2"):
+            command.parse(["--device=cpu", f"--out={tmp_path / 'out'}"])
+        said = capsys.readouterr().err
+        assert place in said and words in said and "run make hostcx, or set it" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_gpus_that_are_used_are_the_first_of_those_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Given eight visible GPUs and --gpus 2, then all commands see the first two, with NVLink multicast off."""
     monkeypatch.setattr(command.record, "describe_gpus", lambda: ["H200"] * 8)
-    monkeypatch.setenv("FLAGCX_PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
-    options = command.parse(["--gpus=2"])
+    options = command.parse(["--gpus=2", f"--out={tmp_path}"])
     assert (options.ranks, options.shape, options.starts) == (2, "qwen2.5-14b", 3)
     assert options.environment["CUDA_VISIBLE_DEVICES"] == "7,6"
     assert options.environment["NCCL_NVLS_ENABLE"] == "0"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert command.parse([]).environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
+    assert command.parse([f"--out={tmp_path}"]).environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
 
 
 def test_the_table_counts_checks_by_what_came_of_them() -> None:

@@ -6,19 +6,19 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import record
-from benchmarks.e2e import command, report, requests, run, servers, shapes
+from benchmarks.e2e import report, requests, run, shapes
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE
 from benchmarks.e2e.run import Outcome, Plan, Start, Step
-from benchmarks.e2e.server_plugin import CPU_HOOKS_VARIABLE
 from benchmarks.e2e.server_plugin.controls import Switch, reordered_all_gather, scaled_all_reduce
 from benchmarks.e2e.server_plugin.weights import Kind, fill
 from benchmarks.e2e.tokens import Answer, compare, largest_shift, weakness
@@ -335,6 +335,18 @@ def test_other_tokens_and_a_late_start_miss_their_bars() -> None:
     assert len(found["server ready with the plugin, warm, verified"].samples) == 1, "the first start is cold"
 
 
+def test_the_first_round_of_each_call_is_cold() -> None:
+    """Given five rounds made by two calls, the second of which begins with the third, then three rounds are warm."""
+    calls = (1, 1, 2, 2, 2)
+    both = [
+        replace(start(name, number, [1.0], ready_s), call=call)
+        for number, call in enumerate(calls)
+        for name, ready_s in ((NATIVE, 10.0 + number), ("verified", 20.0 + number))
+    ]
+    row = rows(*both)["server ready with the plugin, warm, verified"]
+    assert (row.samples, row.reference_samples) == ([21.0, 23.0, 24.0], [11.0, 13.0, 14.0])
+
+
 @pytest.mark.parametrize(("ids", "missed"), [((1, 2, 4), set()), ((1, 2, 3), {"silu_and_mul"})])
 def test_a_control_that_changes_nothing_misses_its_bar(ids: Sequence[int], missed: set[str]) -> None:
     """Given a fault that is on, then it is missed exactly if the answers stay native's."""
@@ -426,107 +438,7 @@ def test_a_start_with_other_weights_is_a_failure(monkeypatch: pytest.MonkeyPatch
     assert "1 weights are not those of 0-native, such as norm.weight" in outcome.failures["0-verified"]
 
 
-# Servers.
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Callable[..., servers.Site]:
-    """A site whose servers are never started."""
-
-    def make(is_on_gpu: bool) -> servers.Site:
-        return servers.Site(tmp_path, tmp_path / "plugin", tmp_path, 2, is_on_gpu, ("--mine",))
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "plugins", "is_piecewise_off"),
-    [
-        (NATIVE, "sglang_e2e_benchmark", True),
-        ("native-defaults", "sglang_e2e_benchmark", False),
-        ("verified", "sglang_fl,sglang_e2e_benchmark", True),
-        ("flagcx", "sglang_fl,sglang_e2e_benchmark", True),
-    ],
-)
-def test_native_has_the_weights_without_the_plugin(
-    site: Callable[..., servers.Site], name: str, plugins: str, is_piecewise_off: bool
-) -> None:
-    """Given a configuration, then which plugins load, and the same arguments but for piecewise graphs."""
-    server = site(True).server(CONFIGURATIONS[name], "0", 1.0, None)
-    assert server.variables()["SGLANG_PLUGINS"] == plugins
-    assert ("--disable-piecewise-cuda-graph" in server.command()) is is_piecewise_off
-    assert {"--load-format=dummy", "--tp-size=2", "--mine", "--attention-backend=triton"} <= set(server.command())
-    assert "--device=cpu" not in server.command()
-
-
-@pytest.mark.parametrize("is_on_gpu", [True, False])
-def test_stages_and_dp_attention_are_in_the_command(site: Callable[..., servers.Site], is_on_gpu: bool) -> None:
-    """Given two stages, or DP attention, then SGLang is told so, and nothing of it where neither is asked for."""
-    native = CONFIGURATIONS[NATIVE]
-    plain = site(is_on_gpu)
-    stages, attention = replace(plain, pp=2), replace(plain, has_dp_attention=True)
-    commands = [" ".join(each.server(native, "0", 1.0, None).command()) for each in (plain, stages, attention)]
-    assert all("--tp-size=2" in each for each in commands)
-    assert ["--pp-size=2" in each for each in commands] == [False, True, False]
-    assert ["--dp-size=2 " in each and "--enable-dp-attention" in each for each in commands] == [False, False, True]
-    assert [plain.ranks, stages.ranks, attention.ranks] == [2, 4, 2]
-
-
-def test_sglang_alone_has_hooks_for_dp_attention_on_a_cpu_only(site: Callable[..., servers.Site]) -> None:
-    """Given DP attention on a CPU, then native alone has the hooks that it needs there; on GPUs none has them."""
-
-    def have_hooks(place: servers.Site) -> list[bool]:
-        several = (place.server(CONFIGURATIONS[name], "0", 1.0, None) for name in (NATIVE, "flagcx"))
-        return [CPU_HOOKS_VARIABLE in each.variables() for each in several]
-
-    assert have_hooks(replace(site(False), has_dp_attention=True)) == [True, False]
-    assert have_hooks(replace(site(True), has_dp_attention=True)) == [False, False]
-    assert have_hooks(site(False)) == [False, False]
-
-
-def test_a_rank_of_the_second_stage_that_has_other_weights_is_seen(site: Callable[..., servers.Site]) -> None:
-    """Given two stages of two ranks, when the last rank has no report of its weights, then that is an error."""
-    place = replace(site(True), pp=2)
-    server = place.server(CONFIGURATIONS[NATIVE], "0", 1.0, None)
-    server.log_path().write_text("")
-    for rank in range(3):
-        (place.folder / f"0.weights.rank{rank}").write_text("{}")
-    with pytest.raises(ServerError, match="rank 3 did not get the benchmark's weights"):
-        place.check(server, CONFIGURATIONS[NATIVE])
-
-
-@pytest.mark.parametrize(
-    ("name", "log", "problem"),
-    [
-        (NATIVE, "", ""),
-        (NATIVE, "[sglang_fl] layer 1, ATen operators: on: x", "native: the plugin is on"),
-        ("verified", "", "verified: the plugin is off"),
-        ("verified", "INFO [sglang_fl] layer 1, ATen operators: on: x", ""),
-        ("verified", "[sglang_fl] layer 1, ATen operators: off: x", "layer 1 is not on"),
-        ("layers-12", "[sglang_fl] layer 1, ATen operators: on: x", "layer 2 is not on"),
-        (
-            "verified",
-            "[sglang_fl] layer 1, ATen operators: on: x\n[sglang_fl] layer 1, ATen operators: off: y",
-            "layer 1 is not on",
-        ),
-    ],
-)
-def test_a_server_that_is_not_what_its_name_says_is_a_failure(
-    site: Callable[..., servers.Site], name: str, log: str, problem: str
-) -> None:
-    """Given a log, then a plugin or layer that should not, or should, be on is an error."""
-    place = site(True)
-    server = place.server(CONFIGURATIONS[name], "0", 1.0, None)
-    server.log_path().write_text(log)
-    with pytest.raises(ServerError, match="rank 0 did not get the benchmark's weights"):
-        place.check(server, CONFIGURATIONS[name])
-    for rank in range(2):
-        (place.folder / f"0.weights.rank{rank}").write_text("{}")
-    if problem:
-        with pytest.raises(ServerError, match=problem):
-            place.check(server, CONFIGURATIONS[name])
-    else:
-        assert place.check(server, CONFIGURATIONS[name])["reports"] == {0: {}, 1: {}}
+# The rest.
 
 
 def test_every_shape_is_a_model(tmp_path: Path) -> None:
@@ -546,38 +458,20 @@ def test_prompts_are_the_same_each_time_and_of_the_vocabulary() -> None:
     assert all(requests.FIRST_ID <= token < 100 for prompt in first for token in prompt)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--configurations", "verified"],
-        ["--configurations", "native,quick"],
-        ["--starts", "0"],
-        ["--shape", "qwen2.5-14b", "--tp", "2", "--dp-attention"],
-        ["--shape", "qwen3-14b", "--dp-attention"],
-        ["--shape", "qwen3-14b", "--tp", "2", "--pp", "2", "--dp-attention"],
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Given no native, an unknown configuration, no start, or DP attention that cannot be, then 2 at once."""
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(arguments)
-    assert "error: " in capsys.readouterr().err
+def test_sampling_is_timed_with_top_p_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the rows, then sampling at temperature 1 has one over all tokens and one with top-p 0.9, as it is asked."""
+    rows = [each for each in requests.workloads(requests.Sizes(100, steps=2)) if each.temperature]
+    assert [each.name for each in rows] == ["sampled decode {}, batch 8", "sampled decode {}, batch 8, top-p 0.9"]
+    asked = []
 
+    class _Server:
+        def post(self, _: str, body: Mapping[str, Any], __: float) -> list[dict[str, Any]]:
+            asked.append(body["sampling_params"])
+            return [{"output_ids": [0] * body["sampling_params"]["max_new_tokens"]}] * len(body["input_ids"])
 
-def test_options_become_the_plan() -> None:
-    """Given a command line, then server arguments are what follows --, and controls run with the plugin."""
-    options = command.parse(["--controls", "--once", "full", "--device", "cpu", "--", "--mem-fraction-static=0.8"])
-    assert options.server_arguments == ["--mem-fraction-static=0.8"]
-    assert options.configurations == (NATIVE, "verified")
-    assert (options.once, options.controls_on, options.is_on_gpu) == (("full",), "verified", False)
-
-
-def test_sizes_are_options_and_in_words() -> None:
-    """Given stages or DP attention, then they are read, and are in the table's title."""
-    stages = command.parse(["--tp", "4", "--pp", "2"])
-    assert command.sizes_in_words(stages) == "tp=4, pp=2"
-    attention = command.parse(["--shape", "qwen3-14b", "--tp", "8", "--dp-attention"])
-    assert command.sizes_in_words(attention) == "tp=8, DP attention"
+    for each in rows:
+        each.warm_up(_Server())  # type: ignore[arg-type]
+    assert [(each["temperature"], each["top_p"]) for each in asked] == [(1.0, 1.0), (1.0, 0.9)]
 
 
 def test_the_record_has_the_commit_that_is_given() -> None:
