@@ -1,9 +1,10 @@
 """``python -m benchmarks.e2e``: decode, prefill and start of SGLang with the plugin beside SGLang alone.
 
-Servers are started in turn, native, plugin, native, plugin, each with the GPUs to itself, with random weights that
-matter. Further arguments of SGLang's server follow --. Ends with 1 where a bar is missed or a server failed, with 3
-where the time was over before all starts were made, with 2 where the arguments are wrong, before anything is started.
-With more than one rank, configurations with FlagCX need FLAGCX_PATH; on a CPU its default is build/hostcx.
+Servers are started in turn, native, plugin, native, plugin, each with the GPUs to itself, or with --together those of
+a round at the same time and asked in turns; all with random weights that matter. Further arguments of SGLang's server
+follow --. Ends with 1 where a bar is missed or a server failed, with 3 where the time was over before all starts were
+made, with 2 where the arguments are wrong, before anything is started. With more than one rank, configurations with
+FlagCX need FLAGCX_PATH; on a CPU its default is build/hostcx.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Writer:
             if start.step.name not in self.digests:
                 self.digests[start.step.name] = resume.save(start, options.out)
         call = {"date": self.date, "command": self.command, "limit_s": options.limit_s}
-        names = ("shape", "tp", "pp", "dp_attention", "controls_on", "notes")
+        names = ("shape", "tp", "pp", "dp_attention", "together", "controls_on", "notes")
         rows = report.figures(outcome)
         content = {
             **record.record(Kind.E2E, rows, self.command, options.is_on_gpu, options.commit),
@@ -121,7 +122,9 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
     """Make all starts; the record is written after each."""
     vocabulary = shapes.vocabulary_size(options.shape)
     sizes = Sizes(vocabulary) if options.is_on_gpu else Sizes.for_cpu(vocabulary)
-    plan = Plan(options.configurations, options.once, options.starts, options.repeats, options.controls_on)
+    plan = Plan(
+        options.configurations, options.once, options.starts, options.repeats, options.controls_on, options.together
+    )
 
     def tell(line: str) -> None:
         console.print(line, markup=False, highlight=False)
@@ -159,8 +162,8 @@ def _site(options: argparse.Namespace, folder: Path, tell: Callable[[str], None]
 
 def _arguments_that_matter(options: argparse.Namespace) -> dict[str, Any]:
     """All but where the record lies, the limit of a call and what the record has by itself."""
-    names = ("shape", "tp", "pp", "dp_attention", "configurations", "once", "starts", "repeats", "controls_on")
-    return {name: getattr(options, name) for name in (*names, "is_on_gpu", "flagcx", "server_arguments")}
+    names = ("shape", "tp", "pp", "dp_attention", "configurations", "once", "starts", "repeats", "together")
+    return {name: getattr(options, name) for name in (*names, "controls_on", "is_on_gpu", "flagcx", "server_arguments")}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -182,6 +185,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--once", type=_configurations, default=(), metavar="C,D", help="in the last round only")
     add("--starts", type=positive, default=3, help="rounds, each with a fresh server a configuration")
     add("--repeats", type=positive, default=5, help="samples of each row in a start")
+    add(
+        "--together",
+        action="store_true",
+        help="the servers of a round run at the same time on the same GPUs and are asked in turns: for a host that is "
+        "not quiet",
+    )
     add("--controls", action="store_true", help="at the end, check that faults change tokens and logits")
     add(
         "--controls-on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE, Configuration
 from benchmarks.e2e.requests import Sizes, answers, workloads
 from benchmarks.e2e.server_plugin.controls import OFF
-from benchmarks.e2e.servers import Site
+from benchmarks.e2e.servers import Share, Site
 from benchmarks.e2e.tokens import Answer, weakness
 from sglang_fl.testing.server import Server, ServerError
 
@@ -44,6 +45,8 @@ class Plan:
         once: in the last round only, behind the others.
         controls_on: the configuration whose answers the controls must change; None: no controls.
         repeats: samples of each row and start.
+        is_together: the servers of a round run at the same time and are asked in turns, so that whatever the machine
+            does meanwhile falls on all of them; else each has the GPUs to itself.
     """
 
     configurations: tuple[str, ...]
@@ -51,6 +54,7 @@ class Plan:
     starts: int = 3
     repeats: int = 5
     controls_on: str | None = None
+    is_together: bool = False
 
     def rounds(self) -> Iterator[list[Step]]:
         """The starts that are compared to each other's times; at the end the controls, which have none, alone."""
@@ -64,6 +68,14 @@ class Plan:
         """All starts in their order."""
         for steps in self.rounds():
             yield from steps
+
+    def batches(self) -> Iterator[list[Step]]:
+        """The starts whose servers run at the same time."""
+        for steps in self.rounds():
+            if self.is_together:
+                yield steps
+            else:
+                yield from ([step] for step in steps)
 
 
 @dataclass
@@ -121,15 +133,16 @@ def run(
     kept: Sequence[Start] = (),
     call: int = 1,
 ) -> Outcome:
-    """Make the starts one after another, each with the GPUs to itself.
+    """Make the starts one after another, each with the GPUs to itself, or those of a round at the same time.
 
-    A server that does not come up, or is not what it should be, is a failure that ends nothing but itself.
+    A server that does not come up, or is not what it should be, is a failure that ends nothing but itself, and what
+    was to run at the same time.
 
     Args:
         plan: what is started.
         site: where.
         sizes: how much is asked.
-        limit_s: no start is begun that would end later, as long as the longest before it taken.
+        limit_s: nothing is begun that would end later, as long as the longest before it taken.
         tell: is given a line for each start.
         keep: is given what there is after each start and at the end.
         kept: starts of earlier calls, which are not made again.
@@ -139,81 +152,115 @@ def run(
     longest = max([FIRST_START_S, *(start.took_s for start in kept)])
     order = {step.name: place for place, step in enumerate(plan.steps())}
     by_name = {start.step.name: start for start in kept}
-    for step in plan.steps():
-        if step.name in by_name:
-            tell(f"{step.name}: kept, made by call {by_name[step.name].call}")
+    for steps in plan.batches():
+        names = [step.name for step in steps]
+        if all(name in by_name for name in names):
+            for name in names:
+                tell(f"{name}: kept, made by call {by_name[name].call}")
             continue
         left_s = limit_s - (time.monotonic() - began)
         if outcome.not_run or left_s < longest:
-            outcome.not_run.append(step.name)
+            outcome.not_run += names
             continue
         start_s = time.monotonic()
         try:
             site.wait_until_free()
-            start = _measure(step, plan, site, sizes, min(READY_LIMIT_S, left_s))
-            _require_same_weights(start, outcome)
+            starts = _measure(steps, plan, site, sizes, min(READY_LIMIT_S, left_s))
+            for start in starts:
+                _require_same_weights(start, [*outcome.starts, *starts])
         except ServerError as error:
-            outcome.failures[step.name] = str(error)
-            tell(f"{step.name}: FAILED: {error}")
+            for name in names:
+                outcome.failures[name] = str(error)
+                tell(f"{name}: FAILED: {error}")
         else:
-            start.took_s, start.call = time.monotonic() - start_s, call
-            outcome.starts.append(start)
+            for start in starts:
+                start.took_s, start.call = time.monotonic() - start_s, call
+                tell(_in_words(start))
+            outcome.starts += starts
             outcome.starts.sort(key=lambda each: order[each.step.name])
-            medians = ", ".join(f"{sorted(each)[len(each) // 2]:.3f}" for each in start.samples.values())
-            tell(f"{step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; ms {medians or '-'}")
         longest = max(longest if outcome.starts else 0.0, time.monotonic() - start_s)
         keep(outcome)
     keep(outcome)
     return outcome
 
 
-def _measure(step: Step, plan: Plan, site: Site, sizes: Sizes, limit_s: float) -> Start:
-    switch = site.folder / f"{step.name}.switch" if step.is_control else None
-    with site.server(step.configuration, step.name, limit_s, switch) as server:
-        found = site.check(server, step.configuration)
-        samples = {}
-        if step.configuration.is_timed and not step.is_control:
-            samples = _samples(server, plan.repeats, sizes)
-        start = Start(step, server.ready_after_s, answers(server, sizes), samples)
-        start.command, start.lines = server.shell_command(), found["lines"]
-        start.weights = {
-            rank: {name: weight["digest"] for name, weight in each["weights"].items()}
-            for rank, each in found["reports"].items()
-        }
-        if switch is not None:
-            start.places = found["reports"][0]["controls"]
-            start.switched = {fault: _answers_under(server, switch, fault, sizes) for fault in start.places}
-    problem = weakness(start.answers)
-    if problem:
-        raise ServerError(f"{step.name}: {problem}: its answers prove nothing")
-    recorded = site.recorded_path(step.name)
-    if recorded.exists():
-        start.recorded = count_operators(recorded)
+def _in_words(start: Start) -> str:
+    medians = ", ".join(f"{sorted(each)[len(each) // 2]:.3f}" for each in start.samples.values())
+    return f"{start.step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; ms {medians or '-'}"
+
+
+def _measure(steps: Sequence[Step], plan: Plan, site: Site, sizes: Sizes, limit_s: float) -> list[Start]:
+    """Start the servers of ``steps`` one after another, and ask all of them in turns; they end together."""
+    ends_s = time.monotonic() + limit_s
+    with ExitStack() as stack:
+        servers, starts = [], []
+        for place, step in enumerate(steps):
+            switch = _switch(step, site)
+            share = Share(place, len(steps))
+            left_s = ends_s - time.monotonic()
+            server = stack.enter_context(site.server(step.configuration, step.name, left_s, switch, share))
+            starts.append(_described(step, server, site.check(server, step.configuration)))
+            servers.append(server)
+        timed = [place for place, step in enumerate(steps) if step.configuration.is_timed and not step.is_control]
+        found = _samples([servers[place] for place in timed], plan.repeats, sizes)
+        for place, samples in zip(timed, found, strict=True):
+            starts[place].samples = samples
+        for server, start in zip(servers, starts, strict=True):
+            start.answers = answers(server, sizes)
+            switch = _switch(start.step, site)
+            if switch is not None:
+                start.switched = {fault: _answers_under(server, switch, fault, sizes) for fault in start.places}
+    for start in starts:
+        problem = weakness(start.answers)
+        if problem:
+            raise ServerError(f"{start.step.name}: {problem}: its answers prove nothing")
+        recorded = site.recorded_path(start.step.name)
+        if recorded.exists():
+            start.recorded = count_operators(recorded)
+    return starts
+
+
+def _switch(step: Step, site: Site) -> Path | None:
+    return site.folder / f"{step.name}.switch" if step.is_control else None
+
+
+def _described(step: Step, server: Server, found: Mapping[str, Any]) -> Start:
+    """What is known of it before anything is asked."""
+    start = Start(step, server.ready_after_s, [], command=server.shell_command(), lines=found["lines"])
+    start.weights = {
+        rank: {name: weight["digest"] for name, weight in each["weights"].items()}
+        for rank, each in found["reports"].items()
+    }
+    if step.is_control:
+        start.places = found["reports"][0]["controls"]
     return start
 
 
-def _require_same_weights(start: Start, outcome: Outcome) -> None:
-    """Else tokens could not be compared."""
-    if not outcome.starts or start.weights == outcome.starts[0].weights:
+def _require_same_weights(start: Start, starts: Sequence[Start]) -> None:
+    """As the first of ``starts``; else tokens could not be compared."""
+    expected = starts[0].weights
+    if start.weights == expected:
         return
-    expected = outcome.starts[0].weights
     names = {
         name for rank in expected for name, digest in expected[rank].items() if start.weights[rank].get(name) != digest
     }
     raise ServerError(
-        f"{start.step.name}: {len(names)} weights are not those of {outcome.starts[0].step.name}, such as "
+        f"{start.step.name}: {len(names)} weights are not those of {starts[0].step.name}, such as "
         f"{min(names, default='none')}: answers cannot be compared"
     )
 
 
-def _samples(server: Server, repeats: int, sizes: Sizes) -> dict[str, list[float]]:
-    timed = list(workloads(sizes))
+def _samples(servers: Sequence[Server], repeats: int, sizes: Sizes) -> list[dict[str, list[float]]]:
+    """ms by the name of the workload, of each server; they are asked in turns forwards and backwards."""
+    timed = list(workloads(sizes)) if servers else []
     for workload in timed:
-        workload.warm_up(server)
-    samples: dict[str, list[float]] = {workload.name: [] for workload in timed}
-    for _ in range(repeats):
+        for server in servers:
+            workload.warm_up(server)
+    samples: list[dict[str, list[float]]] = [{workload.name: [] for workload in timed} for _ in servers]
+    for number in range(repeats):
         for workload in timed:
-            samples[workload.name].append(workload.sample(server))
+            for place in range(len(servers))[:: 1 if number % 2 == 0 else -1]:
+                samples[place][workload.name].append(workload.sample(servers[place]))
     return samples
 
 

@@ -21,6 +21,7 @@ from sglang_fl.testing.server import HOST, Server, ServerError
 
 COMMON_ARGUMENTS = ("--load-format=dummy", "--skip-tokenizer-init", "--random-seed=1", "--disable-radix-cache")
 DP_ATTENTION = "--enable-dp-attention"
+ALONE_MEMORY = 0.6  # of a GPU's
 # Without NCCL the groups stay with torch.
 CPU_VALUES = {"nccl": "torch"}
 GPU_ARGUMENTS = (
@@ -28,8 +29,12 @@ GPU_ARGUMENTS = (
     "--sampling-backend=pytorch",
     "--grammar-backend=none",
     "--cuda-graph-max-bs=32",
-    "--mem-fraction-static=0.6",
+    f"--mem-fraction-static={ALONE_MEMORY}",
 )
+# Of servers that run at the same time: all together of a GPU's memory, graphs and workspaces not counted; and tokens,
+# alike for all, since the later ones find less memory.
+TOGETHER_MEMORY = 0.8
+TOGETHER_TOKENS = 65536
 # NVLink multicast stays off on shared machines; a cut-down sgl_kernel has no version of its own.
 GPU_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -72,6 +77,24 @@ class MeasuredServer(Server):
 
 
 @dataclass(frozen=True)
+class Share:
+    """Which of ``of`` servers on the same GPUs one is, by the order of their starts; the first is 0."""
+
+    place: int = 0
+    of: int = 1
+
+    def arguments(self) -> tuple[str, ...]:
+        """What gives it as much memory as the others; SGLang counts a fraction of what is free at the start."""
+        if self.of == 1:
+            return ()
+        each = TOGETHER_MEMORY / self.of
+        return (
+            f"--mem-fraction-static={each / (1 - self.place * each):.3f}",
+            f"--max-total-tokens={TOGETHER_TOKENS}",
+        )
+
+
+@dataclass(frozen=True)
 class Site:
     """Where servers run, for all starts of a run.
 
@@ -103,7 +126,14 @@ class Site:
         """Of all stages."""
         return self.tp * self.pp
 
-    def server(self, configuration: Configuration, name: str, limit_s: float, switch: Path | None) -> MeasuredServer:
+    def server(
+        self,
+        configuration: Configuration,
+        name: str,
+        limit_s: float,
+        switch: Path | None,
+        share: Share = Share(),
+    ) -> MeasuredServer:
         """A server that is not started yet; with a ``switch`` it has the faults of the controls, switched off.
 
         What an earlier start of this ``name`` reported is removed.
@@ -111,7 +141,8 @@ class Site:
         for path in (*self.folder.glob(f"{name}.weights.rank*"), self.recorded_path(name)):
             path.unlink(missing_ok=True)
         dp_attention = (DP_ATTENTION,) if self.has_dp_attention else ()
-        arguments = (*(configuration.arguments if self.is_on_gpu else ()), *dp_attention, *self.arguments)
+        on_gpu = (*configuration.arguments, *share.arguments()) if self.is_on_gpu else ()
+        arguments = (*on_gpu, *dp_attention, *self.arguments)
         environment = self._environment(configuration, name)
         if switch is not None:
             switch.write_text(OFF)

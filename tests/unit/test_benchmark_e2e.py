@@ -382,20 +382,24 @@ class _NoServers:
     """Stands in for the servers: a start takes as long as the clock says, and answers."""
 
     def __init__(self, patch: pytest.MonkeyPatch, start_s: float, broken: str = "") -> None:
-        self.now, self.start_s, self.broken, self.made = 0.0, start_s, broken, []
+        self.now, self.start_s, self.broken = 0.0, start_s, broken
+        self.made: list[str] = []
+        self.batches: list[int] = []
         patch.setattr(run.time, "monotonic", lambda: self.now)
         patch.setattr(run, "_measure", self.measure)
 
     def wait_until_free(self) -> None:
         """At once."""
 
-    def measure(self, step: Step, *_: object) -> Start:
-        """A start."""
-        self.now += self.start_s
-        if step.name == self.broken:
-            raise ServerError("it did not come up")
-        self.made.append(step.name)
-        return start(step.configuration.name, step.number, [1.0])
+    def measure(self, steps: Sequence[Step], *_: object) -> list[Start]:
+        """Starts whose servers run at the same time."""
+        for step in steps:
+            self.now += self.start_s
+            if step.name == self.broken:
+                raise ServerError("it did not come up")
+            self.made.append(step.name)
+        self.batches.append(len(steps))
+        return [start(step.configuration.name, step.number, [1.0]) for step in steps]
 
     def run(self, plan: Plan, limit_s: float) -> Outcome:
         """All of it."""
@@ -424,13 +428,45 @@ def test_a_server_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) 
     assert len(outcome.starts) == 3
 
 
+def test_servers_of_a_round_run_at_the_same_time_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given two rounds together, then each is one batch, controls have one of their own, and one that fails costs its
+    round."""
+    stand_in = _NoServers(monkeypatch, 10.0, "1-verified")
+    plan = Plan((NATIVE, "verified"), starts=2, controls_on="verified", is_together=True)
+    outcome = stand_in.run(plan, 1000.0)
+    assert stand_in.batches == [2, 1]
+    assert [each.step.name for each in outcome.starts] == ["0-native", "0-verified", "1-verified"]
+    assert list(outcome.failures) == ["1-native", "1-verified"]
+
+
+def test_servers_that_run_at_the_same_time_are_asked_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given two servers and three samples, then they are asked forwards, backwards and forwards."""
+    asked: list[tuple[str, str]] = []
+
+    class Row:
+        name = "decode"
+
+        def warm_up(self, server: str) -> None:
+            asked.append(("warm", server))
+
+        def sample(self, server: str) -> float:
+            asked.append(("timed", server))
+            return float(len(asked))
+
+    monkeypatch.setattr(run, "workloads", lambda _: iter([Row()]))
+    found = run._samples(["a", "b"], 3, requests.Sizes(100))  # type: ignore[list-item]
+    assert asked == [("warm", "a"), ("warm", "b"), *(("timed", name) for name in "abbaab")]
+    assert found == [{"decode": [3.0, 6.0, 7.0]}, {"decode": [4.0, 5.0, 8.0]}]
+
+
 def test_a_start_with_other_weights_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a plugin's start whose weights are not native's, then it fails, and none of its answers are compared."""
     stand_in = _NoServers(monkeypatch, 1.0)
 
-    def measure(step: Step, *more: object) -> Start:
+    def measure(steps: Sequence[Step], *more: object) -> list[Start]:
+        (step,) = steps
         digest = "a" if step.configuration.name == NATIVE else "b"
-        return replace(stand_in.measure(step, *more), weights={0: {"norm.weight": digest}})
+        return [replace(stand_in.measure(steps, *more)[0], weights={0: {"norm.weight": digest}})]
 
     monkeypatch.setattr(run, "_measure", measure)
     outcome = stand_in.run(Plan((NATIVE, "verified"), starts=1), 1000.0)

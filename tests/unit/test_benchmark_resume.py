@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ class _Calls:
         patch.setattr(run, "_measure", self.measure)
         patch.setattr(servers.Site, "wait_until_free", lambda _: None)
 
-    def measure(self, step: Step, *_: object) -> Start:
+    def measure(self, steps: Sequence[Step], *_: object) -> list[Start]:
         """A start whose sample says how manieth of all it is; each is faster than the one before."""
+        (step,) = steps
         self.now += 65.0
         if step.name in self.broken:
             raise ServerError("it did not come up\nlog")
@@ -39,7 +41,7 @@ class _Calls:
         found = Start(step, 20.0, answer(1, 2, 3), samples, weights={0: {"norm.weight": "a"}}, lines=["on"])
         if step.is_control:
             found.switched, found.places = {"all_reduce": answer(1, 2, 4)}, {"all_reduce": "layers.0"}
-        return found
+        return [found]
 
     def call(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
         """The exit code, the record and which starts this call made."""

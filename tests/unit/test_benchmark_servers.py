@@ -181,3 +181,20 @@ def test_what_an_earlier_start_of_the_same_name_reported_is_not_taken_for_this_o
         (place.folder / name).write_text("{}")
     place.server(CONFIGURATIONS[NATIVE], "0-native", 1.0, None)
     assert [path.name for path in place.folder.iterdir()] == ["1-native.weights.rank0"]
+
+
+def test_servers_at_the_same_time_have_as_much_memory_each(site: Callable[..., servers.Site]) -> None:
+    """Given three servers one after another, then fractions of what is free give each the same, and equal tokens."""
+    free, taken = 1.0, []
+    for place in range(3):
+        server = site(True).server(CONFIGURATIONS[NATIVE], "0", 1.0, None, servers.Share(place, 3))
+        # The last one counts for SGLang.
+        fractions = [
+            float(each.split("=")[1]) for each in server.command() if each.startswith("--mem-fraction-static=")
+        ]
+        assert len(fractions) == 2 and f"--max-total-tokens={servers.TOGETHER_TOKENS}" in server.command()
+        taken.append(free * fractions[-1])
+        free -= taken[-1]
+    assert taken == pytest.approx([servers.TOGETHER_MEMORY / 3] * 3, abs=1e-3)
+    alone = site(True).server(CONFIGURATIONS[NATIVE], "0", 1.0, None).command()
+    assert not any(each.startswith("--max-total-tokens") for each in alone)
