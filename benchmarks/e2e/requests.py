@@ -26,7 +26,7 @@ class Sizes:
 
     vocabulary: int
     batches: tuple[int, ...] = (1, 8, 32)
-    sampled_batches: tuple[int, ...] = (8,)
+    sampled_batches: tuple[int, ...] = (8, 32)
     steps: int = 128
     prefill_tokens: int = 4096
     prompts: int = 4

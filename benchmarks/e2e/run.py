@@ -201,7 +201,12 @@ def _measure(steps: Sequence[Step], plan: Plan, site: Site, sizes: Sizes, limit_
             server = stack.enter_context(site.server(step.configuration, step.name, left_s, switch, share))
             starts.append(_described(step, server, site.check(server, step.configuration)))
             servers.append(server)
-        timed = [place for place, step in enumerate(steps) if step.configuration.is_timed and not step.is_control]
+        measured = [place for place, step in enumerate(steps) if not step.is_control]
+        for place in measured:
+            # Those that only record what ran are asked for the same.
+            for workload in workloads(sizes):
+                workload.warm_up(servers[place])
+        timed = [place for place in measured if steps[place].configuration.is_timed]
         found = _samples([servers[place] for place in timed], plan.repeats, sizes)
         for place, samples in zip(timed, found, strict=True):
             starts[place].samples = samples
@@ -253,9 +258,6 @@ def _require_same_weights(start: Start, starts: Sequence[Start]) -> None:
 def _samples(servers: Sequence[Server], repeats: int, sizes: Sizes) -> list[dict[str, list[float]]]:
     """ms by the name of the workload, of each server; they are asked in turns forwards and backwards."""
     timed = list(workloads(sizes)) if servers else []
-    for workload in timed:
-        for server in servers:
-            workload.warm_up(server)
     samples: list[dict[str, list[float]]] = [{workload.name: [] for workload in timed} for _ in servers]
     for number in range(repeats):
         for workload in timed:

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import record
 from benchmarks.e2e import report, requests, run, shapes
-from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE
+from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE, Configuration
 from benchmarks.e2e.run import Outcome, Plan, Start, Step
 from benchmarks.e2e.server_plugin.controls import Switch, reordered_all_gather, scaled_all_reduce
 from benchmarks.e2e.server_plugin.weights import Kind, fill
@@ -378,6 +378,56 @@ def test_too_few_operators_miss_their_bar(operators: int, is_met: bool, tmp_path
 # The run.
 
 
+def test_what_only_records_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Given native and one that records its operators, then both are asked for every row, and native alone is timed."""
+    asked: list[tuple[str, str]] = []
+
+    class Row:
+        name = "decode"
+
+        def warm_up(self, server: _Named) -> None:
+            asked.append(("warm", server.name))
+
+        def sample(self, server: _Named) -> float:
+            asked.append(("timed", server.name))
+            return 1.0
+
+    class _Named:
+        ready_after_s = 1.0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> _Named:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def shell_command(self) -> str:
+            return ""
+
+    class Site:
+        folder = tmp_path
+
+        def server(self, _: Configuration, name: str, *__: object) -> _Named:
+            return _Named(name)
+
+        def check(self, *_: object) -> dict[str, Any]:
+            return {"lines": [], "reports": {}}
+
+        def recorded_path(self, name: str) -> Path:
+            return tmp_path / name
+
+    monkeypatch.setattr(run, "workloads", lambda _: iter([Row()]))
+    monkeypatch.setattr(run, "answers", lambda *_: [answer([1, 2, 3])])
+    monkeypatch.setattr(run, "weakness", lambda _: "")
+    (steps,) = Plan((NATIVE, "recording"), starts=1, repeats=2, is_together=True).batches()
+    starts = run._measure(steps, Plan((), repeats=2), Site(), requests.Sizes(100), 10.0)  # type: ignore[arg-type]
+    assert asked == [("warm", "0-native"), ("warm", "0-recording"), ("timed", "0-native"), ("timed", "0-native")]
+    assert [each.samples for each in starts] == [{"decode": [1.0, 1.0]}, {}]
+
+
 class _NoServers:
     """Stands in for the servers: a start takes as long as the clock says, and answers."""
 
@@ -441,22 +491,19 @@ def test_servers_of_a_round_run_at_the_same_time_where_that_is_asked_for(monkeyp
 
 def test_servers_that_run_at_the_same_time_are_asked_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given two servers and three samples, then they are asked forwards, backwards and forwards."""
-    asked: list[tuple[str, str]] = []
+    asked: list[str] = []
 
     class Row:
         name = "decode"
 
-        def warm_up(self, server: str) -> None:
-            asked.append(("warm", server))
-
         def sample(self, server: str) -> float:
-            asked.append(("timed", server))
+            asked.append(server)
             return float(len(asked))
 
     monkeypatch.setattr(run, "workloads", lambda _: iter([Row()]))
     found = run._samples(["a", "b"], 3, requests.Sizes(100))  # type: ignore[list-item]
-    assert asked == [("warm", "a"), ("warm", "b"), *(("timed", name) for name in "abbaab")]
-    assert found == [{"decode": [3.0, 6.0, 7.0]}, {"decode": [4.0, 5.0, 8.0]}]
+    assert "".join(asked) == "abbaab"
+    assert found == [{"decode": [1.0, 4.0, 5.0]}, {"decode": [2.0, 3.0, 6.0]}]
 
 
 def test_a_start_with_other_weights_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +544,9 @@ def test_prompts_are_the_same_each_time_and_of_the_vocabulary() -> None:
 def test_sampling_is_timed_with_top_p_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given the rows, then sampling at temperature 1 has one over all tokens and one with top-p 0.9, as it is asked."""
     rows = [each for each in requests.workloads(requests.Sizes(100, steps=2)) if each.temperature]
-    assert [each.name for each in rows] == ["sampled decode {}, batch 8", "sampled decode {}, batch 8, top-p 0.9"]
+    assert [each.name for each in rows] == [
+        f"sampled decode {{}}, batch {batch}{top_p}" for batch in (8, 32) for top_p in ("", ", top-p 0.9")
+    ]
     asked = []
 
     class _Server:
@@ -507,7 +556,7 @@ def test_sampling_is_timed_with_top_p_as_well(monkeypatch: pytest.MonkeyPatch) -
 
     for each in rows:
         each.warm_up(_Server())  # type: ignore[arg-type]
-    assert [(each["temperature"], each["top_p"]) for each in asked] == [(1.0, 1.0), (1.0, 0.9)]
+    assert [(each["temperature"], each["top_p"]) for each in asked] == 2 * [(1.0, 1.0), (1.0, 0.9)]
 
 
 def test_the_record_has_the_commit_that_is_given() -> None:
