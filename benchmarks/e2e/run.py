@@ -142,13 +142,15 @@ def run(
         plan: what is started.
         site: where.
         sizes: how much is asked.
-        limit_s: nothing is begun that would end later, as long as the longest before it taken.
+        limit_s: nothing is begun that would end later if it took as long as the longest before it. The first, which may
+            find nothing in the caches of files and of Triton, counts only for the second.
         tell: is given a line for each start.
         keep: is given what there is after each start and at the end.
         kept: starts of earlier calls, which are not made again.
         call: the number of this one.
     """
     outcome, began = Outcome(list(kept)), time.monotonic()
+    took_s: list[float] = []
     longest = max([FIRST_START_S, *(start.took_s for start in kept)])
     order = {step.name: place for place, step in enumerate(plan.steps())}
     by_name = {start.step.name: start for start in kept}
@@ -178,7 +180,8 @@ def run(
                 tell(_in_words(start))
             outcome.starts += starts
             outcome.starts.sort(key=lambda each: order[each.step.name])
-        longest = max(longest if outcome.starts else 0.0, time.monotonic() - start_s)
+        took_s.append(time.monotonic() - start_s)
+        longest = max(took_s[1:] or took_s)
         keep(outcome)
     keep(outcome)
     return outcome

@@ -471,6 +471,20 @@ def test_the_time_limit_ends_a_run_and_names_what_was_not_run(monkeypatch: pytes
     assert outcome.not_run == ["1-verified", "2-native", "2-verified"]
 
 
+def test_a_cold_first_start_does_not_count_for_those_after_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a first start of 150 s and others of 65 s, then 350 s are enough for four, and none is begun after them."""
+    stand_in = _NoServers(monkeypatch, 65.0)
+
+    def measure(steps: Sequence[Step], *more: object) -> list[Start]:
+        stand_in.now += 0.0 if stand_in.made else 85.0
+        return stand_in.measure(steps, *more)
+
+    monkeypatch.setattr(run, "_measure", measure)
+    outcome = stand_in.run(Plan((NATIVE, "verified"), starts=3), 350.0)
+    assert [each.took_s for each in outcome.starts] == [150.0, 65.0, 65.0, 65.0]
+    assert outcome.not_run == ["2-native", "2-verified"]
+
+
 def test_a_server_that_fails_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given one that does not come up, then its error is kept and the others are measured."""
     outcome = _NoServers(monkeypatch, 1.0, "0-verified").run(Plan((NATIVE, "verified"), starts=2), 1000.0)
