@@ -104,7 +104,7 @@ class Writer:
             if start.step.name not in self.digests:
                 self.digests[start.step.name] = resume.save(start, options.out)
         call = {"date": self.date, "command": self.command, "limit_s": options.limit_s}
-        names = ("shape", "tp", "pp", "dp_attention", "together", "controls_on", "notes")
+        names = ("shape", "tp", "pp", "dp_attention", "together", "tries", "controls_on", "notes")
         rows = report.figures(outcome)
         content = {
             **record.record(Kind.E2E, rows, self.command, options.is_on_gpu, options.commit),
@@ -123,7 +123,13 @@ def execute(options: argparse.Namespace, console: Console, command: str) -> Outc
     vocabulary = shapes.vocabulary_size(options.shape)
     sizes = Sizes(vocabulary) if options.is_on_gpu else Sizes.for_cpu(vocabulary)
     plan = Plan(
-        options.configurations, options.once, options.starts, options.repeats, options.controls_on, options.together
+        options.configurations,
+        options.once,
+        options.starts,
+        options.repeats,
+        options.controls_on,
+        options.together,
+        options.tries,
     )
 
     def tell(line: str) -> None:
@@ -163,7 +169,8 @@ def _site(options: argparse.Namespace, folder: Path, tell: Callable[[str], None]
 def _arguments_that_matter(options: argparse.Namespace) -> dict[str, Any]:
     """All but where the record lies, the limit of a call and what the record has by itself."""
     names = ("shape", "tp", "pp", "dp_attention", "configurations", "once", "starts", "repeats", "together")
-    return {name: getattr(options, name) for name in (*names, "controls_on", "is_on_gpu", "flagcx", "server_arguments")}
+    more = ("tries", "controls_on", "is_on_gpu", "flagcx", "server_arguments")
+    return {name: getattr(options, name) for name in (*names, *more)}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -185,6 +192,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--once", type=_configurations, default=(), metavar="C,D", help="in the last round only")
     add("--starts", type=positive, default=3, help="rounds, each with a fresh server a configuration")
     add("--repeats", type=positive, default=5, help="samples of each row in a start")
+    add("--tries", type=positive, default=1, help="requests for each sample, of which the fastest counts")
     add(
         "--together",
         action="store_true",

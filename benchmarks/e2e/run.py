@@ -45,6 +45,7 @@ class Plan:
         once: in the last round only, behind the others.
         controls_on: the configuration whose answers the controls must change; None: no controls.
         repeats: samples of each row and start.
+        tries: requests of which the fastest is a sample.
         is_together: the servers of a round run at the same time and are asked in turns, so that whatever the machine
             does meanwhile falls on all of them; else each has the GPUs to itself.
     """
@@ -55,6 +56,7 @@ class Plan:
     repeats: int = 5
     controls_on: str | None = None
     is_together: bool = False
+    tries: int = 1
 
     def rounds(self) -> Iterator[list[Step]]:
         """The starts that are compared to each other's times; at the end the controls, which have none, alone."""
@@ -210,7 +212,7 @@ def _measure(steps: Sequence[Step], plan: Plan, site: Site, sizes: Sizes, limit_
             for workload in workloads(sizes):
                 workload.warm_up(servers[place])
         timed = [place for place in measured if steps[place].configuration.is_timed]
-        found = _samples([servers[place] for place in timed], plan.repeats, sizes)
+        found = _samples([servers[place] for place in timed], plan, sizes)
         for place, samples in zip(timed, found, strict=True):
             starts[place].samples = samples
         for server, start in zip(servers, starts, strict=True):
@@ -258,14 +260,14 @@ def _require_same_weights(start: Start, starts: Sequence[Start]) -> None:
     )
 
 
-def _samples(servers: Sequence[Server], repeats: int, sizes: Sizes) -> list[dict[str, list[float]]]:
+def _samples(servers: Sequence[Server], plan: Plan, sizes: Sizes) -> list[dict[str, list[float]]]:
     """ms by the name of the workload, of each server; they are asked in turns forwards and backwards."""
     timed = list(workloads(sizes)) if servers else []
     samples: list[dict[str, list[float]]] = [{workload.name: [] for workload in timed} for _ in servers]
-    for number in range(repeats):
+    for number in range(plan.repeats):
         for workload in timed:
             for place in range(len(servers))[:: 1 if number % 2 == 0 else -1]:
-                samples[place][workload.name].append(workload.sample(servers[place]))
+                samples[place][workload.name].append(workload.sample(servers[place], plan.tries))
     return samples
 
 
