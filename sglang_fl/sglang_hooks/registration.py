@@ -42,10 +42,71 @@ class Hook:
 
 def register(hooks: Iterable[Hook]) -> None:
     """Hand the hooks to SGLang, which applies them when all plugins have been executed."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins import hook_registry
 
-    for hook in hooks:
-        HookRegistry.register(hook.target, hook.function, HookType(hook.kind.value))
+    wanted = list(hooks)
+    for hook in wanted:
+        hook_registry.HookRegistry.register(hook.target, hook.function, hook_registry.HookType(hook.kind.value))
+    Propagation.install(hook_registry, (hook.target for hook in wanted))
+
+
+class Propagation:
+    """Stands for SGLang's ``_propagate_patch``, which gives a hooked function to all modules that have imported it.
+
+    SGLang looks through every name of every module for each hook: some 30 ms, in each process that loads plugins. Here
+    it is done once for all hooks of ours, and again where modules have come in between.
+    """
+
+    def __init__(self, own: Callable[[object, object, object], int], targets: Iterable[str]) -> None:
+        """``own``: SGLang's; it is called for what is not among ``targets``."""
+        self._own = own
+        found = [function for target in targets if (function := _function_at(target)) is not None]
+        self._wanted = {id(function): function for function in found}
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {}
+        self._modules = -1
+
+    @classmethod
+    def install(cls, hook_registry: ModuleType, targets: Iterable[str]) -> None:
+        """In the place of SGLang's function, if this SGLang has one of these parameters."""
+        own = getattr(hook_registry, "_propagate_patch", None)
+        if own is not None and _parameters(own) == ["original", "wrapped", "source_module"]:
+            setattr(hook_registry, "_propagate_patch", cls(own, targets))  # noqa: B010 - it has no such declaration
+
+    def __call__(self, original: object, wrapped: object, source_module: object) -> int:
+        """See SGLang's; the number of names that were changed."""
+        if id(original) not in self._wanted:
+            return self._own(original, wrapped, source_module)
+        if len(sys.modules) != self._modules:
+            self._look_up()
+        changed = 0
+        for module, name in self._places.get(id(original), ()):
+            if module is source_module or vars(module).get(name) is not original:
+                continue
+            try:
+                setattr(module, name, wrapped)
+            except (AttributeError, TypeError):
+                continue
+            changed += 1
+        return changed
+
+    def _look_up(self) -> None:
+        self._modules, self._places = len(sys.modules), {}
+        for module in list(sys.modules.values()):
+            if isinstance(module, ModuleType):
+                for name, value in list(vars(module).items()):
+                    if id(value) in self._wanted:
+                        self._places.setdefault(id(value), []).append((module, name))
+
+
+def _function_at(target: str) -> Any:
+    """What SGLang takes for the original, of a class or static method the function beneath; None if there is none."""
+    place, _, name = target.rpartition(".")
+    try:
+        holder = pkgutil.resolve_name(place)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    raw = vars(holder).get(name) if isinstance(holder, type) else None
+    return raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else getattr(holder, name, None)
 
 
 def misfits(hooks: Iterable[Hook]) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.sglang_hooks.coordinator import METHOD_HOOKS
 from sglang_fl.sglang_hooks.groups import compare
-from sglang_fl.sglang_hooks.registration import Hook, HookKind, dead, foreign, misfits, register
+from sglang_fl.sglang_hooks.registration import Hook, HookKind, Propagation, dead, foreign, misfits, register
 
 
 class Target:
@@ -48,7 +48,31 @@ def around(original: Any, self: Any, a: int, b: int = 2) -> int:
     return result
 
 
+THIS = sys.modules[__name__]
 METHOD = Hook("hook_target.Target.method", around)
+FREE = Hook("hook_target.free", lambda original, a: 10 * original(a))
+
+
+@pytest.fixture
+def importers() -> Iterator[list[ModuleType]]:
+    """Two modules that will have imported something to hook, one of them under two names."""
+    modules = [ModuleType(f"hook_importer_{number}") for number in range(2)]
+    sys.modules.update({module.__name__: module for module in modules})
+    yield modules
+    for module in modules:
+        del sys.modules[module.__name__]
+
+
+@pytest.fixture
+def own_propagation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's, in its place before and after."""
+    from sglang.srt.plugins import hook_registry
+
+    while isinstance(hook_registry._propagate_patch, Propagation):
+        monkeypatch.setattr(hook_registry, "_propagate_patch", hook_registry._propagate_patch._own)
+    own = hook_registry._propagate_patch
+    monkeypatch.setattr(hook_registry, "_propagate_patch", own)
+    return own
 
 
 def apply() -> None:
@@ -56,6 +80,74 @@ def apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     HookRegistry.apply_hooks()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_hook_reaches_every_module_that_has_imported_its_target(
+    target: ModuleType, importers: list[ModuleType], own_propagation: Any, is_ours: bool
+) -> None:
+    """Given importers of a function, when a hook of ours or another's on it is applied, then all have the hooked one,
+    as with SGLang's own way."""
+    from sglang.srt.plugins import hook_registry
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    first, second = importers
+    vars(first).update(free=target.free, alias=target.free)
+    vars(second).update(free=target.free, other=len)
+    if is_ours:
+        register([FREE])
+    else:
+        register([METHOD])
+        HookRegistry.register(FREE.target, FREE.function, HookType.AROUND)
+    assert isinstance(hook_registry._propagate_patch, Propagation)
+    apply()
+    assert [first.free(3), first.alias(3), second.free(3), target.free(3)] == [30, 30, 30, 30]
+    assert second.other is len
+
+
+def test_propagation_counts_what_sglang_counts_and_looks_again_where_modules_came_in(
+    target: ModuleType, importers: list[ModuleType], own_propagation: Any
+) -> None:
+    """Given one importer and, after a first call, another, then each call changes as many names as SGLang's would."""
+
+    def hooked(a: int) -> int:
+        return a
+
+    first, second = importers
+    original = target.free
+    ours = Propagation(own_propagation, ["hook_target.free", "hook_target.gone", "no_such_module.free"])
+    counts = []
+    for propagate in (own_propagation, ours):
+        vars(first).update(free=original, alias=original)
+        counts.append(propagate(original, hooked, target))
+        assert first.free is first.alias is hooked
+        # The module itself is set by SGLang, not by this.
+        assert target.free is original
+    assert counts == [2, 2]
+    late = ModuleType("hook_importer_2")
+    vars(late).update(free=original)
+    sys.modules["hook_importer_2"] = late
+    try:
+        assert ours(original, hooked, target) == 1 and late.free is hooked
+    finally:
+        del sys.modules["hook_importer_2"]
+    vars(second).update(other=around)
+    sys.modules.pop(__name__)  # which has it as well, and keeps it
+    try:
+        # Not wanted here: SGLang's own does it.
+        assert ours(around, hooked, target) == 1 and second.other is hooked
+    finally:
+        sys.modules[__name__] = THIS
+
+
+def test_an_sglang_that_propagates_otherwise_is_left_alone(target: ModuleType, own_propagation: Any) -> None:
+    """Given a registry without that function, or with other parameters, then nothing of it is replaced."""
+    bare, other = ModuleType("bare"), ModuleType("other")
+    exec("def _propagate_patch(original, wrapped): return 0", vars(other))
+    function = other._propagate_patch
+    for module in (bare, other):
+        Propagation.install(module, ["hook_target.free"])
+    assert not hasattr(bare, "_propagate_patch") and other._propagate_patch is function
 
 
 def test_every_hook_has_the_signature_of_what_it_wraps() -> None:
