@@ -50,15 +50,9 @@ class Table:
         return find
 
     def _finder(self, is_capturing: Callable[[], bool]) -> Finder:
-        eager = _finder(self.eager, self.other)
         if self.eager == self.graph:
-            return eager
-        graph = _finder(self.graph, self.other)
-
-        def find(tensor: torch.Tensor) -> Transport:
-            return graph(tensor) if is_capturing() else eager(tensor)
-
-        return find
+            return _finder(self.eager, self.other)
+        return _finder_by_capture(self.eager, self.graph, self.other, is_capturing)
 
 
 def _finder(by_dtype: Mapping[torch.dtype, Entries], other: Transport) -> Finder:
@@ -68,20 +62,57 @@ def _finder(by_dtype: Mapping[torch.dtype, Entries], other: Transport) -> Finder
     unrouted = _chained(((ANY_SIZE, other),))
 
     def find(tensor: torch.Tensor) -> Transport:
+        transport: Transport
         limit, transport, following = get(tensor.dtype, unrouted)
         size = tensor.nbytes
         while size > limit:
             limit, transport, following = following
-        found: Transport = transport
-        return found
+        return transport
 
     return find
 
 
-def _chained(entries: Entries) -> Any:
+def _finder_by_capture(
+    eager: Mapping[torch.dtype, Entries],
+    graph: Mapping[torch.dtype, Entries],
+    other: Transport,
+    is_capturing: Callable[[], bool],
+) -> Finder:
+    """Asks whether the stream is captured, which costs as much as all else here, only where that makes a difference."""
+    every = ((ANY_SIZE, other),)
+    chained = {
+        dtype: _chained(_merged(eager.get(dtype, every), graph.get(dtype, every))) for dtype in {**eager, **graph}
+    }
+    get = chained.get
+    unrouted = _chained(((ANY_SIZE, other, None),))
+
+    def find(tensor: torch.Tensor) -> Transport:
+        transport: Transport
+        captured: Transport | None
+        limit, transport, captured, following = get(tensor.dtype, unrouted)
+        size = tensor.nbytes
+        while size > limit:
+            limit, transport, captured, following = following
+        if captured is None or not is_capturing():
+            return transport
+        return captured
+
+    return find
+
+
+def _merged(eager: Entries, graph: Entries) -> tuple[tuple[int, Transport, Transport | None], ...]:
+    """(largest size, transport outside of a capture, inside if that is another one)."""
+    found = []
+    for limit in sorted({limit for limit, _ in (*eager, *graph)}):
+        outside, inside = (next(one for most, one in entries if limit <= most) for entries in (eager, graph))
+        found.append((limit, outside, None if inside is outside else inside))
+    return tuple(found)
+
+
+def _chained(entries: tuple[tuple[Any, ...], ...]) -> Any:
     chain: Any = None
-    for limit, transport in reversed(entries):
-        chain = (limit, transport, chain)
+    for entry in reversed(entries):
+        chain = (*entry, chain)
     return chain
 
 

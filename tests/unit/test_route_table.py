@@ -1,85 +1,55 @@
-"""Which transport a call finds, by capture and memory; the sizes and dtypes are tried in tests/distributed."""
+"""The look-up of a call's route: the first route that holds for its dtype, size and capture."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_fl.comm.route_table import NATIVE, table_of
-from sglang_fl.comm.types import Capabilities, Operation
-from sglang_fl.config.route_type import CommRoutes
+from sglang_fl.comm.route_table import ANY_SIZE, Entries, Table
 
-BASE = "flagcx"
-SMALL, LARGE = 16, 4096  # float32
-
-
-class StandIn(SimpleNamespace):
-    """What of a transport a table looks at."""
-
-    def __init__(self, name: str) -> None:
-        dtypes = frozenset({torch.float32})
-        super().__init__(
-            name=name, capabilities=Capabilities(frozenset({Operation.ALL_REDUCE}), dtypes, dtypes, frozenset())
-        )
+SEED = 3
+DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+OTHER: Any = SimpleNamespace(name="other")
+TRANSPORTS: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
 
 
-class StandInMemory:
-    """Registered memory that holds one tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.spans = ((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes),)
-
-    def holds(self, address: int) -> bool:
-        """As the real one."""
-        return self.spans[0][0] <= address < self.spans[0][1]
-
-
-def found(routes: str, is_capturing: bool, is_registered: bool, count: int) -> str:
-    """Name of the transport for one float32 tensor."""
-    (order,) = CommRoutes().from_text(f"all_reduce={routes}")
-    names = {BASE, *(route.backend for route in order.routes)}
-    transports: dict[str, Any] = {name: StandIn(name) for name in names}
-    tensor = torch.zeros(count)
-    memory: Any = StandInMemory(tensor if is_registered else torch.zeros(1))
-    return table_of(order, transports, transports[BASE]).finder(lambda: is_capturing, memory)(tensor).name
-
-
-DEFAULT = "native:8KiB@ordinary|flagcx:1KiB@registered|symm@registered"
+def first_that_holds(entries: Entries, size: int) -> Any:
+    """By the rule's words."""
+    return next(transport for most, transport in entries if size <= most)
 
 
 @pytest.mark.parametrize("is_capturing", [False, True])
-@pytest.mark.parametrize(
-    ("is_registered", "count", "wanted"),
-    [(False, SMALL, NATIVE), (False, LARGE, BASE), (True, SMALL, BASE), (True, LARGE, "symm")],
-)
-def test_memory_decides(is_capturing: bool, is_registered: bool, count: int, wanted: str) -> None:
-    """Given routes of both kinds of memory, then a tensor takes those of its own, in a capture and outside."""
-    assert found(DEFAULT, is_capturing, is_registered, count) == wanted
+def test_the_first_route_that_holds_is_taken(is_capturing: bool) -> None:
+    """Given random routes, also with limits that do not rise, when tensors of many sizes are looked up outside of a
+    capture or inside, then each gets the first route that holds; dtypes without routes get the other one."""
+    chance = random.Random(SEED)
+    for _ in range(50):
+
+        def entries() -> Entries:
+            limited = [(8 * chance.randrange(1, 6), chance.choice(TRANSPORTS)) for _ in range(chance.randrange(4))]
+            return (*limited, (ANY_SIZE, chance.choice(TRANSPORTS)))
+
+        eager = {dtype: entries() for dtype in DTYPES[:2]}
+        graph = eager if chance.random() < 0.3 else {dtype: entries() for dtype in DTYPES[:2]}
+        find = Table(OTHER, eager, graph).finder(lambda: is_capturing)
+        for dtype in DTYPES:
+            for count in range(14):
+                tensor = torch.empty(count, dtype=dtype)
+                wanted = (graph if is_capturing else eager).get(dtype)
+                expected = OTHER if wanted is None else first_that_holds(wanted, tensor.nbytes)
+                assert find(tensor) is expected, (SEED, eager, graph, dtype, count)
 
 
-@pytest.mark.parametrize("routes", ["native:1KiB|symm", "native@registered|symm"])
-def test_a_capture_gives_no_registered_memory_to_sglang(routes: str) -> None:
-    """Given a route to SGLang's own methods that fits, then registered memory takes it outside of a capture alone:
-    after one SGLang could not hand it to the peers."""
-    assert found(routes, False, True, SMALL) == NATIVE
-    assert found(routes, True, True, SMALL) == "symm"
-
-
-@pytest.mark.parametrize(
-    ("is_capturing", "is_registered", "wanted"),
-    [(True, True, "a"), (True, False, "b"), (False, True, "c"), (False, False, BASE)],
-)
-def test_both_conditions_together(is_capturing: bool, is_registered: bool, wanted: str) -> None:
-    """Given routes with capture and memory rules, then a call takes the first both of whose rules it keeps."""
-    routes = "a@graph@registered|b@graph|c@registered"
-    assert found(routes, is_capturing, is_registered, SMALL) == wanted
-
-
-def test_routes_that_do_not_ask_for_memory_do_not_look_at_it() -> None:
-    """Given routes without memory rules, then the look-up asks no tensor for its address."""
-    (order,) = CommRoutes().from_text("all_reduce=a:1KiB|b")
-    transports: dict[str, Any] = {name: StandIn(name) for name in (BASE, "a", "b")}
-    assert table_of(order, transports, transports[BASE]).registered is None
+def test_a_capture_is_asked_about_only_where_it_makes_a_difference() -> None:
+    """Given routes that differ in a capture beyond 16 bytes, then smaller calls and other dtypes do not ask."""
+    asked = []
+    a, b, c = TRANSPORTS
+    common = (16, a)
+    table = Table(OTHER, {torch.float32: (common, (ANY_SIZE, b))}, {torch.float32: (common, (ANY_SIZE, c))})
+    find = table.finder(lambda: asked.append(1) is None)
+    assert find(torch.empty(4)) is a and find(torch.empty(4, dtype=torch.int32)) is OTHER and asked == []
+    assert find(torch.empty(5)) is c and asked == [1]
