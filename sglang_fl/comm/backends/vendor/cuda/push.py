@@ -14,9 +14,9 @@ import torch
 
 from sglang_fl import triton_launch
 from sglang_fl.comm.backends.vendor.cuda.stream_order import StreamOrder
-from sglang_fl.comm.backends.vendor.cuda.symmetric import SymmetricBackend, group_of, pieces, prove
+from sglang_fl.comm.backends.vendor.cuda.symmetric import AllReduceAlone, SymmetricBackend, group_of, pieces, prove
 from sglang_fl.comm.registered import STAGING_OPTION
-from sglang_fl.comm.types import Capabilities, GroupContext, Operation, Transport
+from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.selection import Availability
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -68,19 +68,13 @@ def block_bytes(world_size: int, slot_bytes: int) -> int:
     return flag_bytes(world_size, slot_bytes) + 2 * world_size * slot_bytes
 
 
-class PushTransport(Transport):
-    """all_reduce alone, of any length in pieces of a slot."""
+class PushTransport(AllReduceAlone):
+    """Of any length, in pieces of a slot."""
 
     def __init__(self, name: str, context: GroupContext, order: StreamOrder, buffer: PushBuffer) -> None:
         from sglang_fl.comm.backends.vendor.cuda.push_kernel import push_kernel
 
-        self.name = name
-        self.capabilities = Capabilities(
-            operations=frozenset({Operation.ALL_REDUCE}),
-            reducible=DTYPES,
-            movable=frozenset(),
-            device_types=frozenset({context.device.type}),
-        )
+        super().__init__(name, context, DTYPES)
         self._order = order
         self._buffer = buffer
         self._launches = {
@@ -110,14 +104,6 @@ class PushTransport(Transport):
             aligned = not (part.data_ptr() | into.data_ptr() | count) % _ALIGNED
             programs = -(-count * item // PROGRAM_BYTES)
             self._launches[dtype, aligned](programs, 1, part, into, anchor, buffer.distances, buffer.counter, count)
-
-    def _not_offered(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{self.name} offers all_reduce alone")
-
-    all_gather = reduce_scatter = reduce = broadcast = gather = send = recv = _not_offered
-
-    def close(self) -> None:
-        """Nothing: peers may still write to the block, which lives as long as the process."""
 
 
 def _bound(

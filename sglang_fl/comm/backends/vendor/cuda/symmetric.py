@@ -33,8 +33,29 @@ _SUM = "sum"
 NEEDED = ("one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_", "two_shot_all_reduce_out")
 
 
-class SymmetricTransport(Transport):
-    """all_reduce alone; the two ways differ in what carries a tensor of whole, aligned vectors."""
+class AllReduceAlone(Transport):
+    """A transport of this one operation."""
+
+    def __init__(self, name: str, context: GroupContext, dtypes: frozenset[torch.dtype]) -> None:
+        self.name = name
+        self.capabilities = Capabilities(
+            operations=frozenset({Operation.ALL_REDUCE}),
+            reducible=dtypes,
+            movable=frozenset(),
+            device_types=frozenset({context.device.type}),
+        )
+
+    def _not_offered(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self.name} offers all_reduce alone")
+
+    all_gather = reduce_scatter = reduce = broadcast = gather = send = recv = _not_offered
+
+    def close(self) -> None:
+        """Nothing: peers may still use the blocks, which live as long as the process."""
+
+
+class SymmetricTransport(AllReduceAlone):
+    """The two ways differ in what carries a tensor of whole, aligned vectors."""
 
     def __init__(
         self,
@@ -45,13 +66,7 @@ class SymmetricTransport(Transport):
         operators: Any = torch.ops.symm_mem,
     ) -> None:
         """``staging``: of whole vectors, from ``group``; ``operators``: torch's, which the tests replace on a CPU."""
-        self.name = name
-        self.capabilities = Capabilities(
-            operations=frozenset({Operation.ALL_REDUCE}),
-            reducible=DTYPES,
-            movable=frozenset(),
-            device_types=frozenset({context.device.type}),
-        )
+        super().__init__(name, context, DTYPES)
         self.registrar = SymmetricRegistrar(name, context, group)
         self._group = group
         self._group_name = group.group_name
@@ -101,14 +116,6 @@ class SymmetricTransport(Transport):
     @abstractmethod
     def _sum_registered(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """``target``, another tensor, receives the sum of ``source``, which stays as it is."""
-
-    def _not_offered(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{self.name} offers all_reduce alone")
-
-    all_gather = reduce_scatter = reduce = broadcast = gather = send = recv = _not_offered
-
-    def close(self) -> None:
-        """Nothing: peers may still read the blocks, which live as long as the process."""
 
 
 class OneShotTransport(SymmetricTransport):

@@ -29,6 +29,7 @@ class SymmetricGroup:
         world_size: number of ranks.
         order: of all calls on its blocks.
         spans: first address and the one after the last, of the blocks handed out as registered memory.
+        distances: by a span's first address, what :meth:`distances_of` gives for its block.
         kept: by a block's address, what a transport keeps with it for the next one of the same ranks.
     """
 
@@ -37,6 +38,7 @@ class SymmetricGroup:
         self.world_size = context.world_size
         self.order = StreamOrder(context.device)
         self.spans: tuple[tuple[int, int], ...] = ()
+        self.distances: dict[int, torch.Tensor] = {}
         self.kept: dict[int, Any] = {}
         self._staging: dict[str, torch.Tensor] = {}
         self._handles: dict[int, Any] = {}
@@ -48,8 +50,16 @@ class SymmetricGroup:
     def registered(self, context: GroupContext, size: int) -> torch.Tensor:
         """A block to hand out, ``size`` bytes (uint8). All ranks must call it. Raises: CommError."""
         block = self._block(context, size)
+        self.distances[block.data_ptr()] = self.distances_of(block)
         self.spans += ((block.data_ptr(), block.data_ptr() + size),)
         return block
+
+    def distances_at(self, address: int) -> torch.Tensor | None:
+        """From a tensor that begins there to the peers' at the same place; None if it is in no block handed out."""
+        for start, end in self.spans:
+            if start <= address < end:
+                return self.distances[start]
+        return None
 
     def staging(self, context: GroupContext, name: str, size: int) -> torch.Tensor:
         """The buffer that ``name`` copies ordinary memory through, at least ``size`` bytes. All ranks must call it."""
@@ -75,6 +85,11 @@ class SymmetricGroup:
             )
         return rank, addresses
 
+    def distances_of(self, block: torch.Tensor) -> torch.Tensor:
+        """See :func:`distances_from`: of a block of this group, not to be called in a capture. Raises: CommError."""
+        rank, addresses = self.addresses_of(block)
+        return distances_from(rank, addresses, block.device)
+
     def _block(self, context: GroupContext, size: int) -> torch.Tensor:
         import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -95,6 +110,11 @@ class SymmetricGroup:
         except RuntimeError as error:
             raise CommError(f"torch's symmetric memory cannot be exchanged: {_first_line(error)}") from error
         return block
+
+
+def distances_from(rank: int, addresses: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on ``device``: bytes from the block of ``rank`` to each rank's, from their addresses in this process."""
+    return torch.tensor([address - addresses[rank] for address in addresses], dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
