@@ -77,6 +77,10 @@ ABSENCE = {
     Fault.RAISE: r"ended by itself; its log may hold an error|has ended",
 }
 
+# What may be said beside it: of a rank that waits for the victim in an earlier call, and of one that has found it
+# missing and taken the store along.
+BEHIND = ("is alive and has not entered the call", "has ended")
+
 # How the call is named.
 CALLS = {
     Point.IN_ALL_REDUCE: rf"all_reduce float32\[{LARGE}\]",

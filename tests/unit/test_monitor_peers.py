@@ -20,6 +20,8 @@ from sglang_fl.comm.monitor.board import Beat
 from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict, as_told, to_tell
 from sglang_fl.comm.processes import Process, State, this_process
 
+_LAST = "its last call of this group is number"
+
 
 @dataclass
 class Said:
@@ -137,16 +139,86 @@ def test_a_rank_of_another_machine_is_lost_by_its_silence() -> None:
 def test_a_rank_elsewhere_is_named_with_its_last_call(child: subprocess.Popen[bytes]) -> None:
     """Given a rank that runs and has entered five calls, when the sixth times out, then it is elsewhere, with what it
     waits in; when it is stopped, that is what is said."""
-    peers = _peers(Said(beats={1: Beat(3, {"k": 5}, "pp:0 flagcx 0>1 number 2")}))
+    peers = _peers(Said(beats={1: Beat(3, {"k": 5}, "pp:0 flagcx 0>1 number 2", {"k": (5, "recv float32[7] rank 0")})}))
     (missing,) = peers.missing([0, 1], "k", 6)
     assert missing.absence is Absence.ELSEWHERE
     assert missing.last == "its last call of this group is number 5, and it waits in pp:0 flagcx 0>1 number 2"
-    assert peers.missing([0, 1], "k", 5) == ()
+    assert peers.missing([0, 1], "k", 5, "send float32[7] rank 1") == ()
     os.kill(child.pid, signal.SIGSTOP)
     until_s = time.monotonic() + 5
     while PROCESSES[1].state() is not State.STOPPED and time.monotonic() < until_s:
         time.sleep(0.01)
     assert _kinds(peers.missing([0, 1], "k", 5)) == [(1, Absence.STOPPED)]
+
+
+@pytest.mark.parametrize(
+    ("beat", "absence", "last"),
+    [
+        (Beat(3, {"k": 5}, calls={"k": (5, "gather int8[3]")}), Absence.OTHERWISE, "number 5, gather int8[3]"),
+        (
+            Beat(3, {"k": 6}, calls={"k": (6, "reduce int8[3]")}),
+            Absence.LEFT,
+            "its last call of this group is number 6",
+        ),
+        (Beat(3, {"k": 5}), Absence.LEFT, f"{_LAST} 5"),
+        (Beat(3, {}, given_up={"k": 4}), Absence.GAVE_UP, "its last call of it was number 4"),
+        (None, Absence.UNKNOWN, ""),
+    ],
+)
+def test_what_a_living_rank_does_instead_is_named(
+    child: subprocess.Popen[bytes], beat: Beat | None, absence: Absence, last: str
+) -> None:
+    """Given a rank that made another call as that number, has left it, gave the group up, or of which nothing is known,
+    when the call times out, then that is said of it, and not that it is in the call."""
+    (missing,) = _peers(Said(beats={} if beat is None else {1: beat})).missing([0, 1], "k", 5, "reduce int8[3]")
+    assert (missing.absence, missing.last) == (absence, last)
+    stuck = Stuck("tp:0 flagcx", (0, 1), "number 5, reduce int8[3]", "", 2.0, 2.1)
+    text = Verdict(0, stuck, (missing,)).text()
+    assert "all ranks have entered it" not in text and str(missing) in text
+
+
+def test_a_rank_in_the_same_call_is_not_missing(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank in the same call, or one whose earlier transfer is still open beside it, then nobody is missing; on
+    a device, where it is seen late what is done, neither is one that entered it."""
+    for calls in ({"k": (5, "reduce int8[3]")}, {"k": (4, "send int8[3] rank 1")}):
+        said = Said(beats={1: Beat(3, {"k": 5}, calls=calls)})
+        assert _peers(said).missing([0, 1], "k", 5, "reduce int8[3]") == ()
+    said = Said(beats={1: Beat(3, {"k": 5})})
+    assert _peers(said).missing([0, 1], "k", 5, "reduce int8[3]", is_host=False) == ()
+
+
+def test_nothing_is_claimed_where_the_store_does_not_answer(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank whose last word is old, as the store no longer answers, then it is not said that it is elsewhere."""
+    said = Said(beats={1: Beat(3, {"k": 1})}, is_up=False, read_s=0.0)
+    (missing,) = _peers(said).missing([0, 1], "k", 5, "reduce int8[3]")
+    assert (missing.absence, missing.last) == (Absence.UNKNOWN, "torch.distributed's store does not answer")
+
+
+def test_every_missing_rank_is_named(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank that is stopped, one that was killed and one that is elsewhere, then each is named with what became
+    of it; where it cannot be told why one has ended, the stopped one comes first."""
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    here = PROCESSES[1]
+    PROCESSES[2] = Process(here.host, here.machine, here.pid, here.start + 1)  # there is no such one
+    PROCESSES[3] = this_process()
+    try:
+        said = Said(beats={3: Beat(3, {"k": 1}), 2: Beat(3, {"k": 4})})
+        assert _kinds(_peers(said).missing([0, 1, 2, 3], "k", 5, "reduce int8[3]")) == [
+            (2, Absence.KILLED),
+            (1, Absence.STOPPED),
+            (3, Absence.ELSEWHERE),
+        ]
+        assert _kinds(_peers(said).lost([0, 1, 2, 3], 1.0, has_failed=True)) == [
+            (2, Absence.KILLED),
+            (1, Absence.STOPPED),
+        ]
+        said = Said(is_up=False, read_s=0.0)
+        peers = _peers(said)
+        assert peers.lost([0, 1, 2, 3], 1.0, has_failed=True) == ()
+        assert _kinds(peers.lost([0, 1, 2, 3], 1.6, has_failed=True)) == [(1, Absence.STOPPED), (2, Absence.GONE)]
+    finally:
+        del PROCESSES[2], PROCESSES[3]
 
 
 def test_a_verdict_survives_its_way_to_a_peer() -> None:

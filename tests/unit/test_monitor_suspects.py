@@ -103,7 +103,7 @@ class Losing:
     def lost(self, ranks: tuple[int, ...], *_: object) -> tuple[Missing, ...]:
         return tuple(entry for entry in self.gone if entry.rank in ranks)
 
-    def missing(self, ranks: tuple[int, ...], key: str, number: int) -> tuple[Missing, ...]:
+    def missing(self, ranks: tuple[int, ...], key: str, *_: object) -> tuple[Missing, ...]:
         return self.elsewhere.get(key, ())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from sglang_fl.comm.exchange import PROCESSES
 from sglang_fl.comm.monitor.board import Board
@@ -35,6 +36,9 @@ _IMPATIENCE_S = {
     Absence.SILENT: 0.0,
 }
 _WORD_LIMIT_S = 0.5
+_NOT_IN_IT = frozenset({Absence.ELSEWHERE, Absence.OTHERWISE, Absence.GAVE_UP})
+_TRANSFERS = ("send", "recv")
+_WHY_IT_MAY_HAVE_ENDED = "maybe because it had found another one missing; its log says"
 
 
 class Peers:
@@ -52,37 +56,51 @@ class Peers:
     ) -> tuple[Missing, ...]:
         """Those of ``ranks`` that are gone for so long that what they took part in would be done by now.
 
+        With them those that are stopped. Nobody as long as nobody is gone.
+
         ``has_failed``: it will not be done; ``on_device``: it is work that a device does in its own time.
         """
         patience_s = _DEVICE_PATIENCE_S if on_device else _PATIENCE_S
         patience_s = _IMPATIENCE_S if has_failed else patience_s
+        ranks = tuple(ranks)
         found = [entry for rank in ranks if rank != self.rank and (entry := self._lost(rank, now_s)) is not None]
         gone_for_s = {entry: now_s - self._gone_s[entry.rank] for entry in found}
         if any(entry.absence is Absence.GONE and gone_for_s[entry] < _WORD_LIMIT_S for entry in found):
             return ()  # its last word may still be read
         causes = _causes(found) or found
         due = any(gone_for_s[entry] >= patience_s[entry.absence] for entry in causes)
-        return self._or_stopped(causes) if due else ()
+        return self._and_stopped(causes, ranks) if due else ()
 
-    def _or_stopped(self, lost: list[Missing]) -> tuple[Missing, ...]:
-        """Those that ended without a word that can be read may have found out who was stopped."""
-        if any(entry.absence is not Absence.GONE for entry in lost):
-            return tuple(lost)
-        stopped = (self._stopped(rank) for rank in PROCESSES if rank != self.rank)
-        return tuple(entry for entry in stopped if entry is not None) or tuple(lost)
+    def missing(
+        self, ranks: Iterable[int], key: str, number: int, what: str = "", is_host: bool = True
+    ) -> tuple[Missing, ...]:
+        """Who of ``ranks`` is not in call ``number`` of the recorder ``key``, which is ``what`` here.
 
-    def missing(self, ranks: Iterable[int], key: str, number: int) -> tuple[Missing, ...]:
-        """Who of ``ranks`` is not in call ``number`` of the recorder ``key``; only the gravest kind of absence.
-
+        The gravest first. Where nobody is known to be missing, those of whom it is not known that they are in it.
         Waits up to half a second for the ranks' latest word.
         """
         others = [rank for rank in ranks if rank != self.rank]
-        self.read(others, key)
+        is_latest = self.read(others, key)
         now_s = time.monotonic()
         lost = [entry for rank in others if (entry := self._lost(rank, now_s)) is not None]
-        stopped = tuple(entry for rank in others if (entry := self._stopped(rank)) is not None)
-        elsewhere = tuple(entry for rank in others if (entry := self._elsewhere(rank, key, number)) is not None)
-        return self._or_stopped(_causes(lost)) or stopped or elsewhere or tuple(lost)
+        out = self._and_stopped(_causes(lost), others)
+        known = {entry.rank for entry in (*lost, *out)}
+        living = [self._astray(rank, key, number, what, is_host, is_latest) for rank in others if rank not in known]
+        astray = [entry for entry in living if entry is not None]
+        certain = tuple(entry for entry in astray if entry.absence in _NOT_IN_IT)
+        return (*out, *certain) or tuple(lost) or tuple(astray)
+
+    def _and_stopped(self, lost: list[Missing], ranks: Iterable[int]) -> tuple[Missing, ...]:
+        """``lost`` and those of ``ranks`` that are stopped.
+
+        Who ended without a word that can be read may have found out that another one was stopped, of whatever group.
+        """
+        is_told = any(entry.absence is not Absence.GONE for entry in lost)
+        asked = ranks if is_told or not lost else PROCESSES
+        stopped = tuple(entry for rank in asked if rank != self.rank and (entry := self._stopped(rank)) is not None)
+        if is_told or not stopped:
+            return (*lost, *stopped)
+        return (*stopped, *(replace(entry, last=_WHY_IT_MAY_HAVE_ENDED) for entry in lost))
 
     def _lost(self, rank: int, now_s: float) -> Missing | None:
         absence = self._how_it_went(rank, now_s)
@@ -125,27 +143,50 @@ class Peers:
             return None
         return Missing(rank, Absence.STOPPED, str(process))
 
-    def _elsewhere(self, rank: int, key: str, number: int) -> Missing | None:
+    def _astray(self, rank: int, key: str, number: int, what: str, is_host: bool, is_latest: bool) -> Missing | None:
+        """What a rank that lives does instead; None where it is known, or on a device likely, to be in the call."""
         beat = None if self._board is None else self._board.beats.get(rank)
-        if beat is None:
-            return None
+        process = str(PROCESSES.get(rank, ""))
+        if beat is None or not is_latest:
+            reason = "" if is_latest else "torch.distributed's store does not answer"
+            return Missing(rank, Absence.UNKNOWN, process, reason)
+        if key in beat.given_up:
+            return Missing(rank, Absence.GAVE_UP, process, f"its last call of it was number {beat.given_up[key]}")
         entered = beat.entered.get(key, 0)  # a direction of a pair is known to a rank from its first call on
-        if entered >= number:
-            return None
         last = f"its last call of this group is number {entered}" if entered else "it has made no call of these"
         if beat.under_way:
             last += f", and it waits in {beat.under_way}"
-        return Missing(rank, Absence.ELSEWHERE, str(PROCESSES.get(rank, "")), last)
+        if entered < number:
+            return Missing(rank, Absence.ELSEWHERE, process, last)
+        inside, words = beat.calls.get(key, (None, ""))
+        if inside == number and what and words and not _is_same(what, words):
+            return Missing(rank, Absence.OTHERWISE, process, f"number {number}, {words}")
+        # Which of a device's calls are done is seen late, and a call before this one may still be open beside it.
+        has_left = is_host and (inside is None or inside > number)
+        return Missing(rank, Absence.LEFT, process, last) if has_left else None
 
-    def read(self, ranks: Iterable[int], key: str) -> None:
-        """Have the ranks' latest word, and what is told of the recorder ``key``; waits half a second at most."""
+    def read(self, ranks: Iterable[int], key: str) -> bool:
+        """Have the ranks' latest word, and what is told of the recorder ``key``; waits half a second at most.
+
+        Returns:
+            whether it is the latest: False where the store does not answer.
+        """
         board = self._board
         if board is None:
-            return
+            return False
         asked_s = time.monotonic()
         board.ask((rank for rank in ranks if rank != self.rank), [key])
         while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + _READ_LIMIT_S:
             time.sleep(_POLL_S)
+        return board.read_s >= asked_s
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether these words are of one call: a send and its receive are, each with the other's rank."""
+    first, second = one.split(" "), other.split(" ")
+    if first[0] in _TRANSFERS and second[0] in _TRANSFERS:
+        return first[1:2] == second[1:2]
+    return one == other
 
 
 def _causes(lost: list[Missing]) -> list[Missing]:

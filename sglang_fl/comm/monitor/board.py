@@ -32,6 +32,8 @@ class Beat:
         count: of its beats so far; a rank whose count stands still is silent.
         entered: recorder's key to the number of the last call that it has entered.
         under_way: what it waits in now: recorder and call in words; empty if nothing.
+        calls: recorder's key to number and words of the call that it is in; only where it is in one.
+        given_up: recorder's key to the number of the last call, where it has given the group up.
         left: it ends in good order, or with an exception; nothing comes after this.
         concluded: it has found that a call cannot complete; if it is gone, that is why.
     """
@@ -39,6 +41,8 @@ class Beat:
     count: int = 0
     entered: dict[str, int] = field(default_factory=dict)
     under_way: str = ""
+    calls: dict[str, tuple[int, str]] = field(default_factory=dict)
+    given_up: dict[str, int] = field(default_factory=dict)
     left: bool = False
     concluded: bool = False
 
@@ -78,10 +82,17 @@ class Board:
         """Whether this rank has told anything."""
         return self._own.concluded
 
-    def say(self, entered: dict[str, int], under_way: str) -> None:
+    def say(
+        self,
+        entered: dict[str, int],
+        under_way: str,
+        calls: dict[str, tuple[int, str]],
+        given_up: dict[str, int],
+    ) -> None:
         """What the next beat says."""
         with self._wanted:
             self._own.entered, self._own.under_way, self._is_fresh = entered, under_way, True
+            self._own.calls, self._own.given_up = calls, given_up
 
     def ask(self, peers: Iterable[int], keys: Iterable[str]) -> None:
         """Read the peers' beats and what is told of the recorders of ``keys``; both come into this object later."""

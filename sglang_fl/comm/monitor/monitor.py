@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ EXPLAIN_LIMIT_S = 2.0
 LEAVE_LIMIT_S = 0.5
 LINGER_S = 1.0
 _ASKED = 3  # calls of a device at most for which the peers are asked in turn who is missing
+_KEPT = 64  # recorders that were given up, of which the peers are told
 _AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the earlier
 
 
@@ -71,6 +73,7 @@ class Monitor:
         self._watched: dict[Recorder, Watched] = {}
         self._names: Counter[str] = Counter()
         self._keys: WeakKeyDictionary[Recorder, str] = WeakKeyDictionary()
+        self._given_up: dict[str, int] = {}
         self._changing = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -120,15 +123,20 @@ class Monitor:
         """Look at everything once."""
         self._refresh()
         now_s = time.monotonic()
-        watched = [entry for entry in self.watched() if entry.verdict is None]
+        everything = self.watched()
+        # Before it is asked what is under way: a call that was entered by then and is not under way has ended.
+        entered = {entry.key: entry.recorder.entered() for entry in everything}
+        watched = [entry for entry in everything if entry.verdict is None]
         pending = [(entry, found) for entry in watched if (found := entry.pending(now_s)) is not None]
         slow = [(entry, found) for entry, found in pending if found.waited_s >= SLOW_S]
         board = self._board
         if board is not None:
             waits = slow[0][0] if slow else None
             board.say(
-                {entry.key: entry.recorder.entered() for entry in watched},
+                entered,
                 "" if waits is None else f"{waits.recorder.name} number {slow[0][1].last}",
+                {entry.key: (found.last, found.what) for entry, found in pending},
+                dict(self._given_up),
             )
             if board.alarm is not None:
                 board.ask((), [entry.key for entry in watched])
@@ -175,11 +183,16 @@ class Monitor:
             for recorder in [recorder for recorder in self._watched if recorder not in limits]:
                 # A thread may still wait in a call of a group that another one has given up.
                 if recorder.device.type != "cpu" or recorder.under_way() is None:
-                    del self._watched[recorder]
+                    self._give_up(self._watched.pop(recorder))
             for recorder, limit_s in limits.items():
                 if recorder not in self._watched:
                     self._watched[recorder] = self._new(recorder, limit_s)
                 self._watched[recorder].limit_s = limit_s
+
+    def _give_up(self, watched: Watched) -> None:
+        self._given_up[watched.key] = watched.recorder.entered()
+        while len(self._given_up) > _KEPT:
+            del self._given_up[next(iter(self._given_up))]
 
     def _new(self, recorder: Recorder, limit_s: float) -> Watched:
         key = self._keys.get(recorder)
@@ -187,6 +200,7 @@ class Monitor:
             # Groups are made in the same order on all their ranks, so that the number is the same there.
             self._names[recorder.name] += 1
             key = self._keys[recorder] = f"{recorder.name}#{self._names[recorder.name]}"
+        self._given_up.pop(key, None)
         watched = Watched(recorder, key, limit_s)
         recorder.explainer = partial(self._explain, watched)
         return watched
@@ -228,11 +242,15 @@ class Monitor:
         recorder = watched.recorder
         number = pending.last
         missing = tuple(entry for entry in reason.missing if entry.rank in recorder.ranks) or reason.missing
-        if not missing and reason.told_by is None:
+        is_own = not missing and reason.told_by is None
+        if is_own:
             number = self._hanging(watched, pending)
-            missing = self._peers.missing(recorder.ranks, watched.key, number)
         call = watched.call(number)
         what, place = (call.what(), call.place) if call is not None else ("no longer recorded", "")
+        if is_own:
+            missing = self._peers.missing(
+                recorder.ranks, watched.key, number, "" if call is None else what, watched.is_host
+            )
         words, limit_s = f"number {number}, {what}", watched.limit_s
         stuck = Stuck(
             recorder.name, recorder.ranks, words, place, limit_s, pending.waited_s, pending.is_certain, others
@@ -286,6 +304,8 @@ class Monitor:
         """What a call that failed raises; in its thread. Looks for the reason for up to two seconds."""
         recorder = watched.recorder
         call = _failed_call(recorder)
+        if call is None or math.prod(shape) != call.count:
+            shape = ()  # of a call that was refused after another one had failed
         until_s = time.monotonic() + EXPLAIN_LIMIT_S
         while True:
             with watched.lock:
@@ -294,10 +314,23 @@ class Monitor:
                 return verdict.kind(verdict.text(shape, watched.dump))
             if call is not None and (cause := self._cause(watched, call)) is not None:
                 self._conclude(watched, cause)
-            elif time.monotonic() > until_s:
-                return error
+            elif (earlier := self._earlier(watched)) or time.monotonic() > until_s:
+                return _named(error, recorder, call, shape, earlier or self._alarm(recorder), self._rank)
             else:
                 time.sleep(TICK_S / 5)
+
+    def _earlier(self, watched: Watched) -> str:
+        """What has already failed of the group: gloo ends all its connections with one call that reaches its limit."""
+        with self._changing:
+            groups = [recorders for group in list(self._groups) if watched.recorder in (recorders := group.recorders())]
+            failed = [entry for recorder in set().union(*groups) if (entry := self._watched.get(recorder)) is not None]
+        texts = [entry.verdict.text(dump=entry.dump) for entry in failed if entry.verdict is not None]
+        return texts[0] if texts else ""
+
+    def _alarm(self, recorder: Recorder) -> str:
+        """What a rank has told of any group with ranks of this one."""
+        alarm = None if self._board is None else self._board.alarm
+        return "" if alarm is None or set(alarm.stuck.ranks).isdisjoint(recorder.ranks) else alarm.text()
 
     def _cause(self, watched: Watched, call: RecordedCall) -> Verdict | None:
         waited_s = time.time() - call.time_in_s
@@ -331,6 +364,21 @@ def _nothing() -> None:
 def _failed_call(recorder: Recorder) -> RecordedCall | None:
     failed = [call for call in recorder.calls() if call.error]
     return failed[-1] if failed else recorder.under_way() or recorder.last()
+
+
+def _named(
+    error: CommError, recorder: Recorder, call: RecordedCall | None, shape: tuple[int, ...], earlier: str, rank: int
+) -> CommError:
+    """What a library said of a call, with the call's name; a backend with errors of its own says that itself."""
+    if type(error) is not CommError or call is None:
+        return error
+    shaped = f" of shape {list(shape)}" if shape else ""
+    place = f" called at {call.place}" if call.place else ""
+    before = f"what failed before it is: {earlier}" if earlier else "no rank is known to be missing from it"
+    return CommError(
+        f"group {recorder.name}, global rank {rank} of {list(recorder.ranks)}: call number {call.number}, "
+        f"{call.what()}{shaped}{place} failed: {str(error).rstrip('.')}; {before}"
+    )
 
 
 MONITOR = Monitor()

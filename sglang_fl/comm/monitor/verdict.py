@@ -22,9 +22,14 @@ class Absence(str, Enum):
     SILENT = "has given no sign for a long time: it, its machine or the network is gone"
     STOPPED = "is stopped (SIGSTOP, a debugger)"
     ELSEWHERE = "is alive and has not entered the call"
+    OTHERWISE = "is alive and has made another call in its place"
+    GAVE_UP = "is alive and has given the group up"
+    LEFT = "is alive and no longer in the call, which has returned or failed there"
+    UNKNOWN = "has told nothing of its calls"
 
 
 _LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.FOLLOWED, Absence.GONE, Absence.SILENT})
+_ASTRAY = frozenset({Absence.ELSEWHERE, Absence.OTHERWISE, Absence.GAVE_UP, Absence.LEFT})
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class Verdict:
     Attributes:
         rank: the global rank that found it.
         stuck: the call.
-        missing: who is not in it; empty where all are in it and it does not move all the same.
+        missing: who is not in it, each with what became of it; where nobody is known to be missing, of whom it is not
+            known. Empty where all are in it and it does not move all the same.
         told_by: the global rank that told this one of it; None where this rank found it itself.
         is_idle: the rank itself has no call of the recorder under way; ``stuck`` is that of ``told_by``.
         pid: the process that found it.
@@ -126,12 +132,12 @@ class Verdict:
         return f"all ranks have entered it, and {itself} move: the library, a device or the network does not work"
 
     def _advice(self) -> str:
-        if any(missing.absence is Absence.ELSEWHERE for missing in self.missing):
+        ranks = sorted({missing.rank for missing in self.missing if missing.absence not in _ASTRAY})
+        if self.missing and not ranks:
             return (
                 "The ranks do not make the same calls: compare the dumps of all ranks with "
                 "python -m sglang_fl comm-diff. If the call may take that long, raise SGLANG_FL_COMM_TIMEOUT_S."
             )
-        ranks = sorted({missing.rank for missing in self.missing})
         if ranks:
             return f"Look at the log of global rank(s) {ranks} first; this group cannot be used any more."
         return "This group cannot be used any more."

@@ -29,6 +29,7 @@ class Pending:
         waited_s: since the last of them was entered.
         is_certain: ``last`` itself is not done; False where that may be what its stream had to do since.
         marked_s: on a device, when the event that is not done was recorded, ``time.monotonic()``.
+        what: ``last`` in words; empty where only its number is known.
     """
 
     first: int
@@ -36,6 +37,7 @@ class Pending:
     waited_s: float
     is_certain: bool = True
     marked_s: float = 0.0
+    what: str = ""
 
 
 class Watched:
@@ -96,7 +98,7 @@ class Watched:
             self._first_seen = (call.number, now_s)
         # The clock of the day may jump; what was first seen at this tick was not under way at the last one.
         waited_s = min(time.time() - call.time_in_s, now_s - self._first_seen[1] + 2 * TICK_S)
-        return Pending(call.number, call.number, waited_s)
+        return Pending(call.number, call.number, waited_s, what=call.what())
 
     def _on_device(self, now_s: float) -> Pending | None:
         entered = self.recorder.entered()

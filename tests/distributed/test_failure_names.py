@@ -1,0 +1,197 @@
+"""Every rank that is missing from a call is named with what became of it, and every call that fails by its name."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.comm.errors import CommError
+from sglang_fl.testing.ranks import RankContext, run_ranks
+
+LIMIT_S = 2.0
+TORCH = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
+_PROCESS = r"\(process \d+ on [^)]+\)"
+
+
+def _group(context: RankContext) -> CommunicatorFL:
+    group = dist.new_group(backend="gloo")
+    return CommunicatorFL(
+        cpu_group=group,
+        device_group=group,
+        device="cpu",
+        ranks=range(context.world_size),
+        name="tp:0",
+        timeout_s=30.0,
+        operation_timeout_s=LIMIT_S,
+    )
+
+
+def _failure(call: Callable[[], object]) -> str:
+    with pytest.raises(CommError) as raised:
+        call()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+# --- several ranks are missing ---
+
+
+def _one_stopped_one_killed(context: RankContext) -> str:
+    group = _group(context)
+    group.all_reduce(torch.ones(5))
+    ready, failed = context.store("ready"), context.store("failed")
+    ready.set(str(context.rank), str(os.getpid()))
+    ready.wait([str(rank) for rank in range(context.world_size)])
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if context.rank == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    error = _failure(lambda: group.all_reduce(torch.ones(4, 2)))
+    failed.set(str(context.rank), "")
+    failed.wait(["0", "3"])
+    if context.rank == 0:
+        os.kill(int(ready.get("1")), signal.SIGKILL)
+    return error
+
+
+def test_one_rank_stopped_and_one_killed_are_both_named(backend: Mapping[str, str], tmp_path: Path) -> None:
+    """Given four ranks of which one is stopped and another killed, when the others reduce, then each of them names
+    both, with what became of each."""
+    env = {**backend, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    results = run_ranks(_one_stopped_one_killed, 4, env=env, expect_killed=[1, 2])
+    for rank in (0, 3):
+        text = results[rank]
+        assert text.startswith("PeerLost: ") and re.search(r"call number \d+, all_reduce float32\[8\]", text), text
+        assert re.search(rf"global rank 2 {_PROCESS} was killed or crashed", text), text
+        assert re.search(rf"global rank 1 {_PROCESS} is stopped \(SIGSTOP, a debugger\)", text), text
+        assert "global rank(s) [1, 2] first" in text
+
+
+def _one_stopped_one_elsewhere(context: RankContext) -> str:
+    group = _group(context)
+    group.all_reduce(torch.ones(5))
+    ready, failed = context.store("ready"), context.store("failed")
+    ready.set(str(context.rank), str(os.getpid()))
+    ready.wait([str(rank) for rank in range(context.world_size)])
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if context.rank == 2:
+        failed.wait(["0"])
+        return ""
+    time.sleep(0.2)
+    error = _failure(lambda: group.all_reduce(torch.ones(4, 2)))
+    failed.set(str(context.rank), "")
+    failed.wait(["0", "3"])
+    if context.rank == 0:
+        os.kill(int(ready.get("1")), signal.SIGKILL)
+    return error
+
+
+def test_one_rank_stopped_and_one_elsewhere_are_both_named(backend: Mapping[str, str], tmp_path: Path) -> None:
+    """Given four ranks of which one is stopped and another does something else, when the limit of the others' call has
+    passed, then both are named, and the advice is to look at the stopped one."""
+    env = {**backend, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    results = run_ranks(_one_stopped_one_elsewhere, 4, env=env, expect_killed=[1])
+    for rank in (0, 3):
+        text = results[rank]
+        assert text.startswith("CollectiveTimeout: "), text
+        assert re.search(rf"global rank 1 {_PROCESS} is stopped \(SIGSTOP, a debugger\)", text), text
+        assert re.search(rf"global rank 2 {_PROCESS} is alive and has not entered the call", text), text
+        assert "global rank(s) [1] first" in text
+
+
+# --- what a living rank did instead ---
+
+
+def _another_call(context: RankContext) -> str:
+    group = _group(context)
+    group.all_reduce(torch.ones(5))
+    calls: list[Callable[[], object]] = [
+        lambda: group.all_reduce(torch.ones(8)),
+        lambda: group.broadcast(torch.ones(3), src=0),
+    ]
+    error = _failure(calls[context.rank])
+    dist.barrier()  # of the default group: nobody ends before all have failed
+    return error
+
+
+def test_another_call_of_the_same_number_is_named(tmp_path: Path) -> None:
+    """Given two ranks of which one reduces and the other waits for a broadcast, when the limit has passed, then the
+    error of the one that finds it says which call the other one made in its place, not that all have entered it."""
+    env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    texts = run_ranks(_another_call, 2, env=env)
+    calls = ("all_reduce float32[8]", "broadcast float32[3] rank 0")
+    instead = "is alive and has made another call in its place: number 2, "
+    missing = [rf"global rank {1 - rank} {_PROCESS} {instead}{re.escape(calls[1 - rank])}" for rank in range(2)]
+    # Who comes second at its limit finds that the other one's call has failed.
+    assert any(re.search(pattern, text) for pattern, text in zip(missing, texts, strict=True)), texts
+    assert not any("all ranks have entered it" in text for text in texts)
+
+
+def _gives_up(context: RankContext) -> str:
+    group, store = _group(context), context.store("done")
+    group.all_reduce(torch.ones(5))
+    if context.rank == 1:
+        group.destroy()
+        store.wait(["done"])
+        return ""
+    error = _failure(lambda: group.all_reduce(torch.ones(8)))
+    store.set("done", "")
+    return error
+
+
+def test_a_rank_that_gave_the_group_up_is_named(tmp_path: Path) -> None:
+    """Given a rank that has destroyed its group, when another one reduces, then the error says so."""
+    env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    text = run_ranks(_gives_up, 2, env=env)[0]
+    missing = rf"global rank 1 {_PROCESS} is alive and has given the group up: its last call of it was number 1"
+    assert text.startswith("CollectiveTimeout: ") and re.search(missing, text), text
+
+
+# --- a send that nobody receives ---
+
+
+def _nobody_receives(context: RankContext) -> dict[str, str]:
+    group, store = _group(context), context.store("sent")
+    group.all_reduce(torch.ones(5))
+    if context.rank == 1:
+        store.wait(["failed"])
+    errors = {}
+    if context.rank == 0:
+        errors["wait"] = _failure(group.isend(torch.ones(2**10, 2**10), 1).work.wait)
+        errors["send"] = _failure(lambda: group.send(torch.ones(3), 1))
+        store.set("failed", "")
+    errors["all_reduce"] = _failure(lambda: group.all_reduce(torch.ones(5)))
+    errors["barrier"] = _failure(group.barrier)
+    store.set(str(context.rank), "")
+    store.wait(["0", "1"])
+    return errors
+
+
+def test_what_follows_a_send_that_nobody_received_is_named(tmp_path: Path) -> None:
+    """Given a send over gloo that nobody receives, when its limit has passed, then it fails with group, peer, number
+    and shape; gloo has ended the group's connections with it, and the further calls of both ranks say their own name
+    and what failed before, a refused one not with its own shape as the other's."""
+    env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    sender, receiver = run_ranks(_nobody_receives, 2, env=env)
+    sent = r"group tp:0 torch 0>1, global rank 0 of \[0, 1\]: call number 1, send float32\[1048576\] rank 1"
+    late = rf"did not complete within {LIMIT_S:g} s: global rank 1 {_PROCESS} is alive and has not entered the call"
+    assert re.match(rf"CollectiveTimeout: {sent} of shape \[1024, 1024\] called at .* {late}", sender["wait"]), sender
+    assert re.match(rf"CollectiveTimeout: {sent} called at .* {late}", sender["send"]), sender
+    named = r"\w+: group tp:0 (torch|CPU group), global rank {rank} of \[0, 1\]: call number {number}, {call}"
+    for rank, errors in enumerate((sender, receiver)):
+        for call, number in (("all_reduce", 2), ("barrier", 1)):
+            assert re.match(named.format(rank=rank, number=number, call=call), errors[call]), errors
+    assert re.search(
+        rf"all_reduce float32\[5\] of shape \[5\].* what failed before it is: {sent}", sender["all_reduce"]
+    )
