@@ -28,7 +28,8 @@ from sglang_fl.testing.ranks import RankContext
 
 Call = Callable[[torch.Tensor], object]
 FLAGCX, BARE, FASTEST, SGLANG = "flagcx", "bare flagcxAllReduce", "fastest", "SGLang's custom kernel"
-TORCH, PUSH, ONE_SHOT, TWO_SHOT = "torch.distributed", "symm_push", "symm_one_shot", "symm_two_shot"
+TORCH, PUSH, PULL = "torch.distributed", "symm_push", "symm_pull"
+ONE_SHOT, TWO_SHOT = "symm_one_shot", "symm_two_shot"
 PUSH_BYTES = 4 * 2**20  # beyond, it goes in many pieces
 DTYPE, NUMBER = torch.bfloat16, int(DataType.BFLOAT16)
 SUM = int(ReduceOp.SUM)
@@ -126,7 +127,7 @@ def open_site(ranks: RankContext, device: torch.device) -> Site:
     _add_flagcx(site, settings)
     _add_kernel(site)
     symmetric: dict[str, CommunicatorFL] = {}
-    for name in (PUSH, ONE_SHOT, TWO_SHOT):
+    for name in (PUSH, PULL, ONE_SHOT, TWO_SHOT):
         communicator = _on(site, name, settings)
         if communicator is not None:
             symmetric[name] = communicator

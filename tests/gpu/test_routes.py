@@ -29,8 +29,9 @@ from tests.gpu.places import Places
 
 pytestmark = pytest.mark.gpu
 
-PUSH = "symm_push"
-WAYS = (PUSH, "symm_one_shot", "symm_two_shot")
+PUSH, PULL, TWO_SHOT = "symm_push", "symm_pull", "symm_two_shot"
+WAYS = (PUSH, PULL, "symm_one_shot", TWO_SHOT)
+OWN_KERNELS = (PUSH, PULL)  # which sum float16, too
 BUFFER = "1MiB"  # routes of up to so much, so that a few MiB are beyond them
 LIMIT_S = 30.0
 START_AND_RUN_S = 240.0
@@ -109,18 +110,26 @@ def entered(group: CommunicatorFL, name: str) -> int:
 # --- values ---
 
 
-def sums(context: RankContext, way: str) -> list[str]:
+def space_of(group: CommunicatorFL, size: int, is_registered: bool) -> torch.Tensor:
+    """``size`` bytes."""
+    if is_registered:
+        return registered_memory(group).empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def sums(context: RankContext, way: str, is_registered: bool) -> list[str]:
     """What was wrong, and what did not go the way that it should."""
     group = group_of(context)
+    space = space_of(group, 4 * (COUNTS[-1] + 2 * SHIFTS[-1]), is_registered)
     size, rank, wrong = context.world_size, context.rank, []
     if any("left out" in words for words in group.routes):
         return list(group.routes)
-    for dtype in (*DTYPES, *([torch.float16] * (way == PUSH))):
+    for dtype in (*DTYPES, *([torch.float16] * (way in OWN_KERNELS))):
         for count in COUNTS:
             for shift in SHIFTS:
                 for method in ("all_reduce", "all_reduce_in_place", "all_reduce_new"):
                     before = entered(group, way)
-                    whole = torch.full((count + 2 * shift,), -1, dtype=dtype, device="cuda")
+                    whole = space.view(dtype)[: count + 2 * shift].fill_(-1)
                     tensor = whole[shift : shift + count]
                     tensor.copy_(data(rank, count, dtype))
                     result = getattr(group, method)(tensor)
@@ -133,7 +142,7 @@ def sums(context: RankContext, way: str) -> list[str]:
                         wrong.append(f"{case}: a neighbour changed")
                     if entered(group, way) != before + 1:
                         wrong.append(f"{case}: another transport carried it")
-    elsewhere = [(torch.int64, 512), (torch.bfloat16, 2**20)] + [(torch.float16, 512)] * (way != PUSH)
+    elsewhere = [(torch.int64, 512), (torch.bfloat16, 2**20)] + [(torch.float16, 512)] * (way not in OWN_KERNELS)
     for dtype, count in elsewhere:
         before = entered(group, way)
         result = group.all_reduce(data(rank, count, dtype))
@@ -147,24 +156,25 @@ def sums(context: RankContext, way: str) -> list[str]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_sums_of_ordinary_memory(two_places: Places, folder: Path, way: str) -> None:
+@pytest.mark.parametrize("is_registered", [False, True], ids=["ordinary", "registered"])
+def test_sums(two_places: Places, folder: Path, way: str, is_registered: bool) -> None:
     """Given tensors of its dtypes, any length and offset, when they are summed, then values are exact, neighbours
     and arguments stay, and the route carries them; other dtypes and longer ones go to the group's backend."""
-    assert run(two_places, sums, folder, f"all_reduce={way}:{BUFFER}", way) == [[], []]
+    assert run(two_places, sums, folder, f"all_reduce={way}:{BUFFER}", way, is_registered) == [[], []]
 
 
-def registered(context: RankContext) -> list[str]:
+def registered(context: RankContext, beyond: str) -> list[str]:
     """As :func:`sums`, of registered memory; and what the memory has to say of FlagCX's windows."""
     group = group_of(context)
     memory = registered_memory(group)
     size, rank, wrong = context.world_size, context.rank, []
     small = memory.empty(4, 128, dtype=torch.bfloat16)
-    large = memory.empty(2**19, dtype=torch.float32)
+    large = memory.empty(2**20 + 4, dtype=torch.float32)
     if small.data_ptr() % ALIGNMENT or large.data_ptr() % ALIGNMENT or len(memory.spans) != 1:
         wrong.append(f"not aligned or not in one block: {memory.spans}")
-    wanted = {"symm_two_shot": 0, "flagcx": 0}
+    wanted = {beyond: 0, "flagcx": 0}
     for turn in range(TURNS):
-        for tensor, way in ((small, "flagcx"), (large, "symm_two_shot"), (large[: 2**16], "symm_two_shot")):
+        for tensor, way in ((small, "flagcx"), (large, beyond), (large[: 2**16], beyond)):
             tensor.copy_(data(rank, tensor.numel(), tensor.dtype, turn).view(tensor.shape))
             before = entered(group, way)
             result = group.all_reduce(tensor)
@@ -172,18 +182,20 @@ def registered(context: RankContext) -> list[str]:
             if not torch.equal(result, expected) or result is not tensor:
                 wrong.append(f"{way}, turn {turn}: {result.flatten()[:4].tolist()}")
             wanted[way] += entered(group, way) - before
-    if wanted != {"symm_two_shot": 2 * TURNS, "flagcx": TURNS}:
+    if wanted != {beyond: 2 * TURNS, "flagcx": TURNS}:
         wrong.append(f"carried: {wanted}")
     dist.barrier()
     # Ranks that share a GPU are hosts of their own to NCCL, which has symmetric windows within a host.
     return [*wrong, *(memory.notes if torch.cuda.device_count() >= size else ())]
 
 
-def test_sums_of_registered_memory(two_places: Places, folder: Path) -> None:
+@pytest.mark.parametrize("beyond", [TWO_SHOT, PULL])
+def test_sums_of_registered_memory(two_places: Places, folder: Path, beyond: str) -> None:
     """Given tensors of registered memory, when they are summed with new data, then values are exact and in place, by
-    FlagCX up to its limit and in two shots beyond; FlagCX has the block as a window (else the note is shown)."""
-    routes = "all_reduce=flagcx:128KiB@registered|symm_two_shot@registered"
-    assert run(two_places, registered, folder, routes) == [[], []]
+    FlagCX up to its limit and by another route, in several steps too, beyond; FlagCX has the block as a window (else
+    the note is shown)."""
+    routes = f"all_reduce=flagcx:128KiB@registered|{beyond}@registered"
+    assert run(two_places, registered, folder, routes, beyond) == [[], []]
 
 
 def windows_alone(context: RankContext) -> list[str]:

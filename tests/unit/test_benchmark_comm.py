@@ -12,7 +12,7 @@ from benchmarks.bench_binding import hostcx
 from benchmarks.bench_comm_gpu import SIZES, best_of, figures, in_words
 from benchmarks.bench_communicator import build_loop
 from benchmarks.comm.measure import C_LOOP, Measured, Plan, measure, slowest
-from benchmarks.comm.routes import BARE, FASTEST, FLAGCX, ONE_SHOT, PUSH, SGLANG, TORCH, TWO_SHOT
+from benchmarks.comm.routes import BARE, FASTEST, FLAGCX, ONE_SHOT, PULL, PUSH, SGLANG, TORCH, TWO_SHOT
 from sglang_fl.testing.ranks import run_ranks
 
 
@@ -106,7 +106,7 @@ def test_it_runs_on_real_ranks(tmp_path: Path) -> None:
         assert set(found.graph[size]) == set(found.eager[size]) == there
         assert all(len(samples) == 2 and min(samples) > 0 for samples in found.graph[size].values())
     assert set(found.host) == {FLAGCX, BARE, TORCH, FASTEST, C_LOOP}
-    assert set(found.absent) == {SGLANG, PUSH, ONE_SHOT, TWO_SHOT}
+    assert set(found.absent) == {SGLANG, PUSH, PULL, ONE_SHOT, TWO_SHOT}
     assert "not on cuda" in found.absent[TWO_SHOT]
     assert found.words[0] == "all_reduce by size: torch:2048@ordinary|else flagcx"
     assert len([figure for figure in figures(found) if figure.bar is not None]) == 3 * len(sizes) + 2
