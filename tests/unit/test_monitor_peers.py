@@ -216,7 +216,7 @@ def test_every_missing_rank_is_named(child: subprocess.Popen[bytes]) -> None:
         said = Said(is_up=False, read_s=0.0)
         peers = _peers(said)
         assert peers.lost([0, 1, 2, 3], 1.0, has_failed=True) == ()
-        assert _kinds(peers.lost([0, 1, 2, 3], 1.6, has_failed=True)) == [(1, Absence.STOPPED), (2, Absence.GONE)]
+        assert _kinds(peers.lost([0, 1, 2, 3], 1.6, has_failed=True)) == [(1, Absence.STOPPED), (2, Absence.AFTER)]
     finally:
         del PROCESSES[2], PROCESSES[3]
 

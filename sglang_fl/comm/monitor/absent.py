@@ -38,7 +38,6 @@ _IMPATIENCE_S = {
 _WORD_LIMIT_S = 0.5
 _NOT_IN_IT = frozenset({Absence.ELSEWHERE, Absence.OTHERWISE, Absence.GAVE_UP})
 _TRANSFERS = ("send", "recv")
-_WHY_IT_MAY_HAVE_ENDED = "maybe because it had found another one missing; its log says"
 
 
 class Peers:
@@ -100,7 +99,7 @@ class Peers:
         stopped = tuple(entry for rank in asked if rank != self.rank and (entry := self._stopped(rank)) is not None)
         if is_told or not stopped:
             return (*lost, *stopped)
-        return (*stopped, *(replace(entry, last=_WHY_IT_MAY_HAVE_ENDED) for entry in lost))
+        return (*stopped, *(replace(entry, absence=Absence.AFTER) for entry in lost))
 
     def _lost(self, rank: int, now_s: float) -> Missing | None:
         absence = self._how_it_went(rank, now_s)

@@ -19,6 +19,7 @@ class Absence(str, Enum):
     ENDED = "ended by itself; its log may hold an error"
     FOLLOWED = "ended because it had found another rank missing; its log says which"
     GONE = "has ended"
+    AFTER = "has ended, maybe because it had found another rank missing; its log says"
     SILENT = "has given no sign for a long time: it, its machine or the network is gone"
     STOPPED = "is stopped (SIGSTOP, a debugger)"
     ELSEWHERE = "is alive and has not entered the call"
@@ -94,7 +95,7 @@ class Verdict:
 
     @property
     def kind(self) -> type[CommError]:
-        """PeerLost where a process is gone, else CollectiveTimeout."""
+        """PeerLost where a process is gone that may be the reason, else CollectiveTimeout."""
         is_lost = any(missing.absence in _LOST for missing in self.missing)
         return PeerLost if is_lost else CollectiveTimeout
 
