@@ -39,6 +39,7 @@ class Exchange:
         group, ranks, rank: name, global ranks in group order, this rank within the group.
         stage: what is exchanged; in keys and errors.
         limit_s: within which all must have come, seconds.
+        whole_limit_s: where that is what is left of a longer one, as of a creation with several steps, this one.
     """
 
     group: str
@@ -46,6 +47,7 @@ class Exchange:
     rank: int
     stage: str
     limit_s: float
+    whole_limit_s: float = 0.0
     _values: list[Any] | None = None
     _missing: list[int] | None = None
     _problem: str = ""
@@ -123,13 +125,18 @@ class Exchange:
         known = "; ".join(
             f"global rank {rank} was {PROCESSES[rank]}, which {state.value}" for rank, state in states.items()
         )
-        limit = f"within {round(self.limit_s, 1):g} s" if waited_s >= self.limit_s else f"in {waited_s:.1f} s"
+        limit = self._limit() if waited_s >= self.limit_s else f"in {waited_s:.1f} s"
         store = f" ({self._problem or 'the store of torch.distributed does not answer'})" if not self._missing else ""
         return (
             f"group {self.group}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{self.stage}' "
             f"{limit}{f' ({known})' if known else ''}. Look at the log of the missing rank: has "
             f"its process ended, is the plugin installed and loaded there?{store}"
         )
+
+    def _limit(self) -> str:
+        whole, left = (f"{round(limit_s, 1):g} s" for limit_s in (max(self.whole_limit_s, self.limit_s), self.limit_s))
+        steps = "" if whole == left else f" for all steps, of which this one had {left} left"
+        return f"within {whole}{steps}"
 
 
 def state_of(rank: int) -> State | None:

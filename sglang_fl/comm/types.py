@@ -104,7 +104,7 @@ class GroupContext:
             AgreementError: a rank did not arrive within what is left of the creation, or its process has ended; names
                 group, stage and that rank.
         """
-        return Exchange(self.name, self.ranks, self.rank, stage, self.left_s()).run(value)
+        return Exchange(self.name, self.ranks, self.rank, stage, self.left_s(), self.timeout_s).run(value)
 
 
 @dataclass(frozen=True)

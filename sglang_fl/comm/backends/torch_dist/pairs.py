@@ -192,14 +192,14 @@ class Pairs:
         )
 
     def _settle(self, src: int) -> _Peer:
-        peer, limit_s = self._to(src), self._context.timeout_s + _MOMENT_S
+        peer, limit_s = self._to(src), self._context.timeout_s
         try:
-            peer.pair.result(limit_s)
+            peer.pair.result(limit_s + _MOMENT_S)
         except LimitReached as error:
             raise self.problem(src, CommError(f"the connection was not made within {limit_s:g} s")) from error
         # What waits on the device from here on must not hold up a connection or a send that it depends on.
         unsettled = {number: self._peers[number].settled for number in tuple(self._unsettled)}
-        wait(unsettled.values(), limit_s)
+        wait(unsettled.values(), limit_s + _MOMENT_S)
         # Only this method takes out what it has seen settled; a pair that failed stays and says so each time.
         self._unsettled -= {number for number in unsettled if self._peers[number].open_pair is not None}
         return peer
