@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from sglang_fl.comm.backends.torch_dist.quiet_exit import exit_quietly
 from sglang_fl.comm.errors import CommError
 
 _SLICE_S = 0.25
@@ -24,6 +25,7 @@ class Waiting:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.interrupted = False
+        exit_quietly()
 
     def finish(self, work: Any) -> None:
         """Wait for a collective's work; None is none.

@@ -1,0 +1,73 @@
+"""A process that ends while a daemon thread of it is inside a call: quiet, and with the exit code it would have had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_ENDS = """
+import os, sys, threading, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from sglang_fl.comm import CommunicatorFL
+rank, call, end, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
+store = dist.FileStore(str(folder / "store"), 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+world = dist.group.WORLD
+group = CommunicatorFL(
+    cpu_group=world, device_group=world, device="cpu", ranks=[0, 1], name="tp:0", operation_timeout_s={limit}
+)
+group.all_reduce(torch.ones(1))
+calls = {{
+    "all_reduce": lambda: group.all_reduce(torch.ones(4)),
+    "barrier": group.barrier,
+    "recv": lambda: group.recv(torch.Size([4]), torch.float32, 1),
+}}
+if rank == 1:
+    sys.stdin.readline()  # until the other one has ended
+    os._exit(0)
+inside = threading.Thread(target=calls[call], daemon=True)
+inside.start()
+until_s = time.monotonic() + 30
+while not sys._current_frames()[inside.ident].f_code.co_filename.endswith("torch_dist/waiting.py"):
+    assert time.monotonic() < until_s
+    time.sleep(0.01)
+print("inside", flush=True)
+if end == "exit":
+    sys.exit(5)
+if end == "raise":
+    raise KeyError("planted")
+"""
+_TORCH = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
+_CODES = {"return": 0, "exit": 5, "raise": 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "end"),
+    [("all_reduce", "return"), ("all_reduce", "exit"), ("all_reduce", "raise"), ("barrier", "exit"), ("recv", "exit")],
+)
+def test_a_daemon_thread_inside_a_call_does_not_abort_the_process(call: str, end: str, tmp_path: Path) -> None:
+    """Given a daemon thread in a call whose peer never comes, when the main thread returns, exits with a code or
+    raises, then the process ends with the code of that, and C++ does not end it."""
+    environment = {**os.environ, **_TORCH, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _ENDS.format(limit=600.0), str(rank), call, end, str(tmp_path)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, errors = ranks[0].communicate(timeout=90)
+    ranks[1].communicate("\n", timeout=90)
+    assert (ranks[0].returncode, output) == (_CODES[end], "inside\n"), errors
+    assert "terminate called" not in errors
+    assert ("KeyError: 'planted'" in errors) is (end == "raise")
