@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_fl.comm.backends.vendor.cuda.pull import OPTIONS, PROGRAM_BYTES, PullBackend, PullFlags, PullTransport
-from sglang_fl.comm.backends.vendor.cuda.symmetric_group import SymmetricGroup, distances_from
+from sglang_fl.comm.backends.vendor.cuda.symmetric_group import SymmetricGroup
 from sglang_fl.comm.types import GroupContext
 from sglang_fl.testing.ranks import RankContext, run_ranks
 
@@ -47,26 +48,31 @@ class Place:
         group = dist.new_group(ranks, backend="gloo")
         described = GroupContext("tp:0", tuple(ranks), context.rank, torch.device("cpu"), group, group)
 
-        def mapped(name: str, size: int) -> tuple[torch.Tensor, list[int]]:
+        shared = SymmetricGroup(described)
+
+        def mapped(name: str, size: int) -> torch.Tensor:
             blocks = [torch.from_file(str(folder / f"{name}{rank}"), True, size, dtype=torch.uint8) for rank in ranks]
             self._blocks += blocks  # mapped as long as the transport is used
-            return blocks[context.rank], [block.data_ptr() for block in blocks]
+            own = blocks[context.rank]
+            addresses = [block.data_ptr() for block in blocks]
+            shared._handles[own.data_ptr()] = SimpleNamespace(rank=context.rank, buffer_ptrs=addresses)
+            return own
+
+        def block(_: GroupContext, size: int) -> torch.Tensor:
+            return mapped("registered", size)
 
         self._blocks: list[torch.Tensor] = []
-        block, addresses = mapped("flags", PROGRAMS * context.world_size * 4)
-        block.view(torch.int32).fill_(number)
-        flags = PullFlags.at(block, addresses, context.rank)
+        stand_ins: dict[str, Any] = {"order": NoStreams(), "_block": block}
+        for name, stand_in in stand_ins.items():
+            setattr(shared, name, stand_in)
+        flag_block = mapped("flags", PROGRAMS * context.world_size * 4)
+        flag_block.view(torch.int32).fill_(number)
+        rank, addresses = shared.addresses_of(flag_block)
+        flags = PullFlags.at(flag_block, addresses, rank)
         flags.counters.fill_(number)
-        self.registered, addresses = mapped("registered", REGISTERED_BYTES)
-        shared = SymmetricGroup(described)
-        order: Any = NoStreams()
-        shared.order = order
-        start = self.registered.data_ptr()
-        shared.spans = ((start, start + REGISTERED_BYTES),)
-        shared.distances[start] = distances_from(context.rank, addresses, described.device)
-        staging, addresses = mapped("staging", STAGING_BYTES)
-        distances = distances_from(context.rank, addresses, described.device)
-        self.transport = PullTransport("symm_pull", described, shared, flags, staging, distances)
+        self.registered = shared.registered(described, REGISTERED_BYTES)
+        staging = mapped("staging", STAGING_BYTES)
+        self.transport = PullTransport("symm_pull", described, shared, flags, staging, shared.distances_of(staging))
         dist.barrier()
 
     def tensor(self, count: int, dtype: torch.dtype, is_registered: bool, shift: int = 0) -> torch.Tensor:
