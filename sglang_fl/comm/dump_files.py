@@ -149,16 +149,17 @@ def choose_dumps(paths: Sequence[Path]) -> Chosen:
     """Read files, and of folders all their dumps; of one run the latest dump of each rank.
 
     A folder may hold dumps of other runs and of other servers: the run with the latest dump counts, and of it what was
-    written within ``TOGETHER_S`` before that.
+    written within ``TOGETHER_S`` before that. A dump with no record at all, of a process that had given its groups up,
+    takes the place of none that has some.
 
     Raises:
         UnreadableDumpError: a file is no dump, a path does not exist, or there is no dump at all.
     """
     dumps = [read_dump(file) for path in paths for file in _files(path)]
-    newest = max(dumps, key=lambda dump: dump.time_s)
+    newest = max(dumps, key=lambda dump: (bool(dump.records), dump.time_s))
     chosen: dict[int, Dump] = {}
     left_out = []
-    for dump in sorted(dumps, key=lambda dump: -dump.time_s):
+    for dump in sorted(dumps, key=lambda dump: (not dump.records, -dump.time_s)):
         reason = _why_not(dump, newest, chosen)
         if reason:
             left_out.append(f"{dump.path.name}: {reason}")
@@ -173,7 +174,8 @@ def _why_not(dump: Dump, newest: Dump, chosen: Mapping[int, Dump]) -> str:
     if newest.time_s - dump.time_s > TOGETHER_S:
         return f"{newest.time_s - dump.time_s:.0f} s older than the latest"
     if dump.rank in chosen:
-        return f"there is a later one of rank {dump.rank}, {chosen[dump.rank].path.name}"
+        which = "a later one" if chosen[dump.rank].time_s > dump.time_s else "one with records"
+        return f"there is {which} of rank {dump.rank}, {chosen[dump.rank].path.name}"
     return ""
 
 

@@ -67,13 +67,14 @@ def dump_calls(
     *,
     rank: int | None = None,
     done: Mapping[str, int] | None = None,
+    meeting: str | None = None,
 ) -> Path:
     """:func:`write_dump` of all recorders of this process.
 
     Raises:
         DumpError: the folder cannot be used.
     """
-    return write_dump(reason, known_recorders(), folder, rank=rank, done=done)
+    return write_dump(reason, known_recorders(), folder, rank=rank, done=done, meeting=meeting)
 
 
 def default_folder() -> Path:
@@ -88,6 +89,7 @@ def write_dump(
     *,
     rank: int | None = None,
     done: Mapping[str, int] | None = None,
+    meeting: str | None = None,
 ) -> Path:
     """Write one dump of this process; local, from any thread. The calls go on meanwhile.
 
@@ -99,13 +101,18 @@ def write_dump(
             than ``MAX_DUMP_BYTES``, the oldest calls of each recorder are left out, and their number is in it.
         rank: this process's global rank; torch.distributed's, or the variable RANK's, or 0, if left out.
         done: recorder's name to the number of the last call whose device event was seen done.
+        meeting: where the ranks met, see :func:`meeting_place`, of now if left out.
 
     Raises:
         DumpError: the folder is a link, belongs to another user, can be written by others, or cannot be used.
     """
     place = default_folder() if folder is None else folder
     own_rank = _rank() if rank is None else rank
-    text = _fitted(_document(reason, own_rank), list(dict.fromkeys(recorders)), done or {})
+    text = _fitted(
+        _document(reason, own_rank, meeting_place() if meeting is None else meeting),
+        list(dict.fromkeys(recorders)),
+        done or {},
+    )
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())
     moment = time.strftime("%Y%m%dT%H%M%S")
     name = f"sglang_fl-comm-{host}-rank{own_rank}-pid{os.getpid()}-{moment}-{next(_numbers)}.json"
@@ -138,8 +145,11 @@ def _rank() -> int:
     return whole_number(os.environ.get("RANK", "")) or 0
 
 
-def _meeting() -> str:
-    """Where the ranks met, in words that are equal on all of them and differ from another server's."""
+def meeting_place() -> str:
+    """Where the ranks met, in words that are equal on all of them and differ from another server's.
+
+    Empty where torch.distributed is not initialised, or no longer.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return ""
@@ -150,14 +160,14 @@ def _meeting() -> str:
     return f"{type(store).__name__} {path if port is None else f'port {port}'}"
 
 
-def _document(reason: str, rank: int) -> dict[str, Any]:
+def _document(reason: str, rank: int, meeting: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": __version__,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "rank": rank,
-        "meeting": _meeting(),
+        "meeting": meeting,
         "time_s": time.time(),
         "reason": reason,
         "threads": _threads(),

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_fl.comm import dump_calls
 from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.comm.difference import Kind, compare
+from sglang_fl.comm.dump_files import choose_dumps
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.monitor import monitor
 from sglang_fl.testing.ranks import RankContext, run_ranks
 
 LIMIT_S = 2.0
@@ -195,3 +201,47 @@ def test_what_follows_a_send_that_nobody_received_is_named(tmp_path: Path) -> No
     assert re.search(
         rf"all_reduce float32\[5\] of shape \[5\].* what failed before it is: {sent}", sender["all_reduce"]
     )
+
+
+# --- a dump that comes late ---
+
+
+def _answers_late(context: RankContext) -> None:
+    group, store = _group(context), context.store("done")
+    group.all_reduce(torch.ones(5))
+    has_ended = threading.Event()
+    if context.rank == 0:
+        _failure(lambda: group.all_reduce(torch.ones(8)))
+        store.set("failed", "")
+        store.wait(["ended"])
+        return
+    answer = monitor.dump_calls
+
+    def late(*arguments: Any, **named: Any) -> Path:
+        store.set("asked", "")
+        assert has_ended.wait(30)
+        return answer(*arguments, **named)
+
+    setattr(monitor, "dump_calls", late)  # noqa: B010 - what a loaded machine does
+    store.wait(["failed"])
+    dump_calls()
+    store.wait(["asked"])
+    group.destroy()
+    dist.destroy_process_group()
+    has_ended.set()
+    folder = Path(os.environ["SGLANG_FL_COMM_DUMP_DIR"])
+    until_s = time.monotonic() + 30
+    while len(list(folder.glob(f"*-pid{os.getpid()}-*.json"))) < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    store.set("ended", "")
+
+
+def test_a_dump_from_after_the_groups_end_hides_no_difference(tmp_path: Path) -> None:
+    """Given a rank that has left a dump and gives everything up while its monitor answers another one that found it
+    missing, when the dumps are compared, then those with calls count, and the difference is found."""
+    tmp_path.chmod(0o700)
+    run_ranks(_answers_late, 2, env={**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path)})
+    chosen = choose_dumps([tmp_path])
+    (difference,) = compare(chosen.dumps).differences
+    assert (difference.kind, difference.number, difference.who) == (Kind.MISSING, 2, (1,))
+    assert len(chosen.left_out) == 1 and "there is one with records of rank 1" in chosen.left_out[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from sglang_fl.comm.dumps import DumpError, dump_calls
+from sglang_fl.comm.dumps import DumpError, dump_calls, meeting_place
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
@@ -79,6 +79,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
         self._world: Callable[[], Any] = _nothing
         self._rank = 0
+        self._meeting = ""
         self._board: Board | None = None
         self._peers = Peers(0, None)
         self._has_answered = False
@@ -110,6 +111,7 @@ class Monitor:
         if self._world() is dist.group.WORLD:
             return
         self._world, self._rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        self._meeting = meeting_place()
         self._board = Board(partial(store_of, self._world), self._rank)
         self._board.start()
         self._peers = Peers(self._rank, self._board)
@@ -290,7 +292,7 @@ class Monitor:
 
         def write() -> None:
             try:
-                written.append(dump_calls(reason, self.dump_folder, rank=self._rank, done=done))
+                written.append(dump_calls(reason, self.dump_folder, rank=self._rank, done=done, meeting=self._meeting))
             except DumpError as error:
                 logger.error("[sglang_fl] %s", error)
 
