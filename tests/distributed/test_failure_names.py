@@ -50,24 +50,34 @@ def _failure(call: Callable[[], object]) -> str:
 # --- several ranks are missing ---
 
 
-def _one_stopped_one_killed(context: RankContext) -> str:
-    group = _group(context)
+def _first_stopped(context: RankContext) -> tuple[CommunicatorFL, Any]:
+    """A group of all ranks, of which rank 1 is then stopped, and a store with their processes' numbers."""
+    group, store = _group(context), context.store("ranks")
     group.all_reduce(torch.ones(5))
-    ready, failed = context.store("ready"), context.store("failed")
-    ready.set(str(context.rank), str(os.getpid()))
-    ready.wait([str(rank) for rank in range(context.world_size)])
+    store.set(str(context.rank), str(os.getpid()))
+    store.wait([str(rank) for rank in range(context.world_size)])
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    return group, store
+
+
+def _reduced(context: RankContext, group: CommunicatorFL, store: Any) -> str:
+    """The error of ranks 0 and 3; the stopped rank ends with theirs."""
+    error = _failure(lambda: group.all_reduce(torch.ones(4, 2)))
+    store.set(f"failed {context.rank}", "")
+    store.wait(["failed 0", "failed 3"])
+    if context.rank == 0:
+        os.kill(int(store.get("1")), signal.SIGKILL)
+    return error
+
+
+def _one_stopped_one_killed(context: RankContext) -> str:
+    group, store = _first_stopped(context)
     if context.rank == 2:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.0)
-    error = _failure(lambda: group.all_reduce(torch.ones(4, 2)))
-    failed.set(str(context.rank), "")
-    failed.wait(["0", "3"])
-    if context.rank == 0:
-        os.kill(int(ready.get("1")), signal.SIGKILL)
-    return error
+    return _reduced(context, group, store)
 
 
 def test_one_rank_stopped_and_one_killed_are_both_named(backend: Mapping[str, str], tmp_path: Path) -> None:
@@ -84,23 +94,12 @@ def test_one_rank_stopped_and_one_killed_are_both_named(backend: Mapping[str, st
 
 
 def _one_stopped_one_elsewhere(context: RankContext) -> str:
-    group = _group(context)
-    group.all_reduce(torch.ones(5))
-    ready, failed = context.store("ready"), context.store("failed")
-    ready.set(str(context.rank), str(os.getpid()))
-    ready.wait([str(rank) for rank in range(context.world_size)])
-    if context.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    group, store = _first_stopped(context)
     if context.rank == 2:
-        failed.wait(["0"])
+        store.wait(["failed 0"])
         return ""
     time.sleep(0.2)
-    error = _failure(lambda: group.all_reduce(torch.ones(4, 2)))
-    failed.set(str(context.rank), "")
-    failed.wait(["0", "3"])
-    if context.rank == 0:
-        os.kill(int(ready.get("1")), signal.SIGKILL)
-    return error
+    return _reduced(context, group, store)
 
 
 def test_one_rank_stopped_and_one_elsewhere_are_both_named(backend: Mapping[str, str], tmp_path: Path) -> None:
