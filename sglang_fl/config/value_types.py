@@ -21,6 +21,7 @@ T = TypeVar("T")
 NOT_SET = "not set"
 MAX_BACKENDS_PER_OP = 3
 MAX_SECONDS = 365 * 24 * 3600
+MIN_SECONDS = 0.001  # less is over before a call could begin
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _NUMBER = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
@@ -181,10 +182,10 @@ class Text(ScalarType):
 
 
 class Seconds(ScalarType):
-    """A time limit: a positive number of seconds, never endless. The value is a float."""
+    """A time limit: a number of seconds, at least a millisecond and never endless. The value is a float."""
 
     tags = ("int", "float", "str")
-    allowed = f"a number of seconds above 0, such as 90 or 0.5, at most {MAX_SECONDS} (a year)"
+    allowed = f"a number of seconds from {MIN_SECONDS}, such as 90 or 0.5, at most {MAX_SECONDS} (a year)"
 
     def from_text(self, text: str) -> float:
         token = text.strip()
@@ -192,7 +193,7 @@ class Seconds(ScalarType):
             number = token.rstrip("sS ")
             raise InvalidValueError(repr(text), self.allowed, number if _NUMBER.fullmatch(number) else None)
         value = float(token)
-        if not 0 < value <= MAX_SECONDS:
+        if not MIN_SECONDS <= value <= MAX_SECONDS:
             raise InvalidValueError(repr(text), self.allowed)
         return value
 
