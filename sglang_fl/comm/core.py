@@ -47,9 +47,9 @@ class GroupCore:
         self._device: Transport = agreed.transport
         self._metadata = metadata or host_transport(context)
         self._host: Transport = self._device if context.device.type == "cpu" else self._metadata
-        self._sends = PendingSends()
+        self._sends = PendingSends(self.name, context.operation_timeout_s)
         # What is called on the CPU group itself: barriers and objects.
-        self._waiting = Waiting(context.operation_timeout_s)
+        self._waiting = Waiting(context.operation_timeout_s, context.cpu_group)
         self._host_calls = CallRing(
             f"{self.name} CPU group", self.ranks, torch.device("cpu"), interrupt=self._interrupt
         )

@@ -1,4 +1,4 @@
-"""A process that ends while a daemon thread of it is inside a call: quiet, and with the exit code it would have had."""
+"""A process that ends while a call of it is not done: at once, quiet, and with the exit code it would have had."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import os, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from sglang_fl.comm import CommunicatorFL
+from sglang_fl.comm.errors import CommError
+_CODES = {{"return": 0, "exit": 5}}
 rank, call, end, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[4])
 store = dist.FileStore(str(folder / "store"), 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -31,6 +33,15 @@ calls = {{
 if rank == 1:
     sys.stdin.readline()  # until the other one has ended
     os._exit(0)
+if {limit} < 60:
+    try:
+        calls[call]()
+    except CommError as error:
+        print("refused", flush=True)
+        group.destroy()
+        if end == "raise":
+            raise
+    sys.exit(_CODES[end])
 inside = threading.Thread(target=calls[call], daemon=True)
 inside.start()
 until_s = time.monotonic() + 30
@@ -54,10 +65,30 @@ _CODES = {"return": 0, "exit": 5, "raise": 1}
 def test_a_daemon_thread_inside_a_call_does_not_abort_the_process(call: str, end: str, tmp_path: Path) -> None:
     """Given a daemon thread in a call whose peer never comes, when the main thread returns, exits with a code or
     raises, then the process ends with the code of that, and C++ does not end it."""
+    (code, output, errors), _ = run(call, end, 600.0, tmp_path)
+    assert (code, output) == (_CODES[end], "inside\n"), errors
+    assert "terminate called" not in errors
+    assert ("KeyError: 'planted'" in errors) is (end == "raise")
+
+
+@pytest.mark.parametrize(
+    ("call", "end"), [("all_reduce", "return"), ("all_reduce", "exit"), ("all_reduce", "raise"), ("barrier", "exit")]
+)
+def test_a_call_that_was_given_up_does_not_hold_the_process(call: str, end: str, tmp_path: Path) -> None:
+    """Given a call that did not complete within its limit, when the process ends, then with its own code, though gloo
+    is still in that call, for half an hour by its own limit."""
+    (code, output, errors), _ = run(call, end, 2.0, tmp_path)
+    assert (code, output) == (_CODES[end], "refused\n"), errors
+    assert ("CollectiveTimeout" in errors.splitlines()[-1]) is (end == "raise")
+
+
+def run(call: str, end: str, limit_s: float, folder: Path) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of both ranks; the first must end long before gloo's limit."""
     environment = {**os.environ, **_TORCH, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment["SGLANG_FL_COMM_DUMP_DIR"] = str(folder / "dumps")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _ENDS.format(limit=600.0), str(rank), call, end, str(tmp_path)],
+            [sys.executable, "-c", _ENDS.format(limit=limit_s), str(rank), call, end, str(folder)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -66,8 +97,11 @@ def test_a_daemon_thread_inside_a_call_does_not_abort_the_process(call: str, end
         )
         for rank in range(2)
     ]
-    output, errors = ranks[0].communicate(timeout=90)
-    ranks[1].communicate("\n", timeout=90)
-    assert (ranks[0].returncode, output) == (_CODES[end], "inside\n"), errors
-    assert "terminate called" not in errors
-    assert ("KeyError: 'planted'" in errors) is (end == "raise")
+    try:
+        first = ranks[0].communicate(timeout=90)
+        second = ranks[1].communicate("\n", timeout=90)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, (first, second), strict=True)]

@@ -44,7 +44,7 @@ class TorchTransport(Transport):
         )
         self._group = context.device_group
         self._ranks = context.ranks
-        self._waiting = Waiting(context.operation_timeout_s)
+        self._waiting = Waiting(context.operation_timeout_s, context.device_group)
         self._is_host = context.device.type == "cpu"
         self._pairs = None if self._is_host else Pairs(name, context)
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from datetime import timedelta
 from typing import Any
@@ -22,8 +23,10 @@ class Waiting:
         interrupted: set from another thread; who waits for a collective then gets an error within a moment.
     """
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, group: Any) -> None:
+        """``group``: torch's, whose works are waited for."""
         self.limit_s = limit_s
+        self._group = group
         self.interrupted = False
         exit_quietly()
 
@@ -56,8 +59,10 @@ class Waiting:
         while not work.is_completed():  # it is where the wait has failed, and is not where it only took too long
             left_s = deadline_s - time.monotonic()
             if self.interrupted:
+                _never_end(self._group)
                 raise CommError("torch.distributed: the wait was interrupted") from error
             if left_s <= 0:
+                _never_end(self._group)
                 raise CommError(f"torch.distributed: not done within {self.limit_s:g} s") from error
             try:
                 work.wait(timedelta(seconds=max(_SHORTEST_S, min(_SLICE_S, left_s))))
@@ -93,6 +98,13 @@ class BoundedWork:
     def is_completed(self) -> bool:
         """Whether it is done."""
         return bool(self._work.is_completed())
+
+
+def _never_end(group: Any) -> None:
+    """Leave a group to the end of the process: a thread of gloo's is still in its call, and the end of the group, in
+    the interpreter's, waits for that thread until torch's own limit.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _has_succeeded(work: Any) -> bool:
