@@ -2,10 +2,14 @@
 
 Gloo's own ``monitored_barrier`` holds its limit on its first rank only. A store is a process, too: where that one is
 stopped, a call to it never returns, so the talking is done by a thread that can be left behind.
+
+How an exchange ended is one value in the store, which the first rank sets that saw all come or gave up waiting. So it
+ends alike on all ranks: one that comes late hears that it was given up, and does not take old values for an answer.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
@@ -26,6 +30,9 @@ _OUT = (State.GONE, State.STOPPED)
 
 # Stages at which a rank was missing. Where this process holds the store it must not take that along at once.
 FAILED: list[str] = []
+
+# What a store holds of an exchange that all ranks came to, and before the JSON of one that a rank gave up.
+_DONE = b"done"
 
 # By global rank, as they said when they first took part in an exchange.
 PROCESSES: dict[int, Process] = {}
@@ -50,20 +57,25 @@ class Exchange:
     whole_limit_s: float = 0.0
     _values: list[Any] | None = None
     _missing: list[int] | None = None
+    _given_up_by: int | None = None
     _problem: str = ""
     _is_over: bool = False
     _keys: list[str] = field(default_factory=list)
+    _end_key: str = ""
 
     def run(self, value: Any) -> list[Any]:
         """Every rank's ``value`` in group order.
 
         Raises:
-            AgreementError: a rank did not come within the limit, or its process has ended; names it.
+            AgreementError: a rank did not come within the limit, or its process has ended; names it. Or this rank came
+                after another had given the exchange up; names that one.
         """
         from torch.distributed.distributed_c10d import _get_default_store
 
         turn = _turn((self.group, self.ranks, self.stage))
-        self._keys = [f"sglang_fl/{self.group}/{list(self.ranks)}/{self.stage}/{turn}/{rank}" for rank in self.ranks]
+        place = f"sglang_fl/{self.group}/{list(self.ranks)}/{self.stage}/{turn}"
+        self._keys = [f"{place}/{rank}" for rank in self.ranks]
+        self._end_key = f"{place}/end"
         talk = threading.Thread(
             target=self._talk, args=(_get_default_store(), value), name="sglang_fl-exchange", daemon=True
         )
@@ -79,7 +91,7 @@ class Exchange:
     def _talk(self, store: Any, value: Any) -> None:
         try:
             store.set(self._keys[self.rank], pickle.dumps((this_process(), value)).hex())
-            self._missing = self._wait(store)
+            self._missing = self._ended(store, self._wait(store))
             if not self._missing and not self._is_over:
                 answers = [pickle.loads(bytes.fromhex(store.get(key).decode())) for key in self._keys]
                 PROCESSES.update(zip(self.ranks, (process for process, _ in answers), strict=True))
@@ -87,8 +99,23 @@ class Exchange:
         except RuntimeError as error:  # the store went with the process that held it
             self._problem = str(error).strip().partition("\n")[0] or type(error).__name__
 
+    def _ended(self, store: Any, missing: list[int]) -> list[int]:
+        """The ranks for want of which the exchange is given up on all ranks; the first word on it counts."""
+        own = self.ranks[self.rank]
+        word = _DONE
+        if missing or self._is_over:
+            word = json.dumps([own, missing]).encode()
+        found = store.compare_set(self._end_key, "", word.decode())
+        if found == _DONE:
+            return []
+        self._given_up_by, named = json.loads(found)
+        return missing or named or [own]
+
     def _wait(self, store: Any) -> list[int]:
-        """The ranks that do not come: those whose processes have ended, or else all that are missing at the limit."""
+        """The ranks that do not come: those whose processes have ended, or else all that are missing at the limit.
+
+        None where another rank has given it up.
+        """
         now_s = time.monotonic()
         deadline_s, lookout_s, pause_s = now_s + self.limit_s, now_s + _LOOKOUT_S, 0.0005
         while not store.check(self._keys):
@@ -99,7 +126,7 @@ class Exchange:
                 lookout_s = now_s + _LOOKOUT_S
                 ended = [rank for rank in self.ranks if is_gone(rank)]
                 lost = [rank for rank in self._absent(store) if rank in ended]
-                if lost:
+                if lost or store.check([self._end_key]):
                     return lost
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -116,7 +143,13 @@ class Exchange:
         return [rank for rank, key in zip(self.ranks, self._keys, strict=True) if not store.check([key])]
 
     def _text(self, waited_s: float) -> str:
-        missing = self._missing
+        missing, own = self._missing, self.ranks[self.rank]
+        head = f"group {self.group}, global rank {own} of {list(self.ranks)}:"
+        if missing and own in missing:
+            return (
+                f"{head} it came to '{self.stage}' after global rank {self._given_up_by} had given up waiting for "
+                f"{missing}, so that it failed on all ranks. Look at what held this rank up."
+            )
         if not missing:  # the store does not answer, or is gone: what is known of the processes must do
             missing = [rank for rank in self.ranks if state_of(rank) in _OUT]
         nobody = "the process that holds torch.distributed's store, mostly that of global rank 0, was lost at"
@@ -128,7 +161,7 @@ class Exchange:
         limit = self._limit() if waited_s >= self.limit_s else f"in {waited_s:.1f} s"
         store = f" ({self._problem or 'the store of torch.distributed does not answer'})" if not self._missing else ""
         return (
-            f"group {self.group}, global rank {self.ranks[self.rank]} of {list(self.ranks)}: {who} '{self.stage}' "
+            f"{head} {who} '{self.stage}' "
             f"{limit}{f' ({known})' if known else ''}. Look at the log of the missing rank: has "
             f"its process ended, is the plugin installed and loaded there?{store}"
         )

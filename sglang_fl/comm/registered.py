@@ -20,6 +20,10 @@ ALIGNMENT = 256  # of each tensor within a block, bytes; more than any kernel's 
 MOST_BYTES = 2**63 - 1  # that torch can count
 
 
+class _UnlikeError(AgreementError):
+    """The ranks asked for different tensors: none has changed anything, and all have heard it."""
+
+
 class Registrar(Protocol):
     """What of a transport knows about registered memory.
 
@@ -52,7 +56,8 @@ class RegisteredMemory:
     """The registered memory of one group, handed out tensor by tensor; what was handed out stays for the group's life.
 
     Nothing is given back in between: ranks that freed in different orders would use different offsets, and a kernel
-    that reads a peer's memory at its own offset would add up something else, without an error.
+    that reads a peer's memory at its own offset would add up something else, without an error. For the same reason
+    nothing more is handed out once a rank did not come to a call, or the group is destroyed.
 
     Attributes:
         spans: first address and the one after the last, of each block; the same number on all ranks.
@@ -64,6 +69,7 @@ class RegisteredMemory:
         self._registrars = tuple(registrars)
         self._blocks: list[torch.Tensor] = []
         self._used = 0  # of the last block, bytes
+        self._refusal = ""
         self.spans: tuple[tuple[int, int], ...] = ()
         self.notes: tuple[str, ...] = ()
 
@@ -83,8 +89,26 @@ class RegisteredMemory:
         Raises:
             AgreementError: the ranks' arguments or earlier calls differ, or a rank did not arrive; on all ranks.
             CommError: a rank's arguments are none of those allowed, which all ranks hear; no transport of the group
-                registers memory, or none is left.
+                registers memory, or none is left. At once and on this rank alone: a rank did not arrive at an earlier
+                call, or the group is destroyed.
         """
+        if self._refusal:
+            raise CommError(self._refusal)
+        try:
+            return self._empty(shape, dtype)
+        except AgreementError as error:
+            if not isinstance(error, _UnlikeError):
+                self.refuse(
+                    f"group {self._context.name}: its registered memory is closed, since an earlier call failed on all "
+                    f"ranks ({error}). Make a new group."
+                )
+            raise
+
+    def refuse(self, reason: str) -> None:
+        """Hand out nothing more, for ``reason``; what was handed out stays as it is. Local."""
+        self._refusal = reason
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         sizes, refusal = _checked(shape, dtype)
         self._require_alike((refusal, (sizes, str(dtype), len(self._blocks), self._used)))
         size = math.prod(sizes) * dtype.itemsize
@@ -111,7 +135,7 @@ class RegisteredMemory:
         first = views[0][1]
         for rank, (_, wanted) in zip(ranks, views, strict=True):
             if wanted != first:
-                raise AgreementError(
+                raise _UnlikeError(
                     f"group {group}: registered memory must be taken alike on all ranks: global rank {ranks[0]} asks "
                     f"for {_in_words(first)}, global rank {rank} for {_in_words(wanted)}"
                 )

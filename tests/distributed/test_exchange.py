@@ -1,0 +1,64 @@
+"""An exchange ends alike on all ranks: one that comes late does not take what others left behind for an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.exchange import Exchange
+from sglang_fl.testing.ranks import RankContext, run_ranks
+
+ENDLESS_S = 600.0  # longer than a test may run: what ends before does not end by this limit
+
+
+def exchanged(context: RankContext, value: str, limit_s: float) -> list[str]:
+    """One exchange of all ranks."""
+    ranks = tuple(range(context.world_size))
+    return Exchange("tp:0", ranks, context.rank, "swap", limit_s).run(value)
+
+
+def refused(context: RankContext, limit_s: float) -> str:
+    """The error of an exchange."""
+    with pytest.raises(AgreementError) as raised:
+        exchanged(context, f"old {context.rank}", limit_s)
+    return str(raised.value)
+
+
+def late(context: RankContext) -> tuple[str, list[str]]:
+    """Rank 1 comes once rank 0 has given up; then both exchange something else."""
+    store = context.store("late")
+    if context.rank == 1:
+        store.get("given up")
+    text = refused(context, 0.5 if context.rank == 0 else ENDLESS_S)
+    if context.rank == 0:
+        store.set("given up", "1")
+    return text, exchanged(context, f"new {context.rank}", ENDLESS_S)
+
+
+def test_a_rank_that_comes_after_another_gave_up_hears_of_it() -> None:
+    """Given rank 0 that has given an exchange up, when rank 1 comes, then it gets an error that names rank 0, and the
+    next exchange has the values that both gave to it."""
+    (first, now), (second, now_too) = run_ranks(late, 2)
+    assert "global rank 0 of [0, 1]: global rank(s) [1] did not reach 'swap' within 0.5 s" in first
+    assert "global rank 1 of [0, 1]: it came to 'swap' after global rank 0 had given up waiting for [1]" in second
+    assert now == now_too == ["new 0", "new 1"]
+
+
+def waiting(context: RankContext) -> str:
+    """Rank 2 stays away until the others have given up."""
+    store = context.store("waiting")
+    if context.rank == 2:
+        for rank in (0, 1):
+            store.get(f"{rank} has given up")
+    text = refused(context, 0.5 if context.rank == 0 else ENDLESS_S)
+    store.set(f"{context.rank} has given up", "1")
+    return text
+
+
+def test_who_waits_hears_that_another_gave_up() -> None:
+    """Given rank 1 that waits with rank 0 for rank 2, when rank 0 gives up, then so does rank 1, which names rank 2 as
+    well, and rank 2 hears it when it comes."""
+    first, second, third = run_ranks(waiting, 3)
+    for text in (first, second):
+        assert "global rank(s) [2] did not reach 'swap'" in text
+    assert "global rank 2 of [0, 1, 2]: it came to 'swap' after global rank 0 had given up waiting for [2]" in third
