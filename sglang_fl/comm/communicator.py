@@ -174,11 +174,9 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         if self._closed:
             return
         ends_s = time.monotonic() + END_LIMIT_S
-        lost = self._sends.drain(END_LIMIT_S)
+        lost = self._sends.close(END_LIMIT_S)
         if lost:
-            logger.warning(
-                "group %s: destroyed with %d send(s) that no rank received within %g s", self.name, lost, END_LIMIT_S
-            )
+            logger.warning("group %s: destroyed with %s", self.name, lost)
         in_graphs = any(recorder.has_captured() for recorder in self.recorders())
         self._closed = True
         self._watch.ended()

@@ -108,8 +108,11 @@ class Transfers(GroupCore):
     def send_held(self, tensor: torch.Tensor, dst: int) -> None:
         """Send a copy of ``tensor``, held until it is done, and return at once."""
         transport = self._host if tensor.is_cpu else self._device
-        self._sends.reserve(size_bytes(tensor))
-        self._sends.add(_start_send(transport, tensor.clone(memory_format=torch.contiguous_format), dst))
+
+        def begin() -> P2PWork:
+            return _start_send(transport, tensor.clone(memory_format=torch.contiguous_format), dst)
+
+        self._sends.start(size_bytes(tensor), self.ranks[dst], begin)
 
     def recv_into(self, tensor: torch.Tensor, src: int) -> None:
         """Receive into ``tensor``, which must be contiguous."""
@@ -122,8 +125,7 @@ class Transfers(GroupCore):
 
     def send_object_part(self, tensor: torch.Tensor, dst: int) -> None:
         """As :meth:`send_held`, for metadata; ``tensor`` is the callee's from now on."""
-        self._sends.reserve(size_bytes(tensor))
-        self._sends.add(_start_send(self._metadata, tensor, dst))
+        self._sends.start(size_bytes(tensor), self.ranks[dst], lambda: _start_send(self._metadata, tensor, dst))
 
     def recv_object_part(self, tensor: torch.Tensor, src: int) -> None:
         """As :meth:`recv_into`, for metadata."""

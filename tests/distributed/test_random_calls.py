@@ -105,8 +105,7 @@ def _ignores_the_order_of_ranks(self: TorchTransport, output: torch.Tensor, tens
 
 
 def _keeps_no_copy(self: Transfers, tensor: torch.Tensor, dst: int) -> None:
-    self._sends.reserve(tensor.numel() * tensor.element_size())
-    self._sends.add(self.isend(tensor, dst))
+    self._sends.start(tensor.numel() * tensor.element_size(), self.ranks[dst], lambda: self.isend(tensor, dst))
 
 
 def _drops_the_tail(self: TorchTransport, tensor: torch.Tensor, src: int) -> None:

@@ -123,13 +123,12 @@ def _event_of(channels: MadeChannels) -> Event:
 def test_a_held_send_holds_up_no_stream(channels: MadeChannels, device: Device) -> None:
     """Given a send that nobody receives yet, when its buffer is held, then the default stream does not wait for it, and
     the buffer is held until it is done."""
-    sends, tensor = PendingSends(), torch.zeros(256)
-    sends.reserve(size_bytes(tensor))
-    sends.add(P2PWork(channels.send(tensor, 1, 0, 0), tensor))
+    sends, tensor = PendingSends("pp:0", LIMIT_S), torch.zeros(256)
+    sends.start(size_bytes(tensor), 1, lambda: P2PWork(channels.send(tensor, 1, 0, 0), tensor))
     assert _event_of(channels).asked.wait(LIMIT_S)
-    assert sends.held_bytes == 1024 and sends.drain(0.0) == 1
+    assert sends.held_bytes == 1024 and sends.drain(0.0) == "1 send(s) that no rank received: 1 to global rank 1"
     _event_of(channels).is_done = True
-    assert sends.drain(LIMIT_S) == 0 and sends.held_bytes == 0
+    assert sends.drain(LIMIT_S) == "" and sends.held_bytes == 0
     assert device.default.said == ["event"]
     assert channels.outgoing.said == ["waits for the event", "sends on 5", "keeps the tensor", "event"]
 
@@ -170,11 +169,12 @@ def test_a_captured_send_is_waited_for_by_its_own_thread(channels: MadeChannels,
     device is not asked."""
     channels._is_capturing = lambda: True
     work = channels.send(torch.zeros(1), 1, 0, 0)
-    sends, tensor = PendingSends(), torch.zeros(1)
-    sends.add(P2PWork(work, tensor))
+    sends, tensor = PendingSends("pp:0", LIMIT_S), torch.zeros(1)
+    sends.start(4, 1, lambda: P2PWork(work, tensor))
     sends.drain(LIMIT_S)
     with pytest.raises(CommError, match="use isend"):
-        sends.reserve(4)
+        sends.start(4, 1, lambda: P2PWork(work, tensor))
+    assert "use isend" in sends.close(LIMIT_S)
     assert device.default.said == ["event"] and not _event_of(channels).asked.is_set()
     work.wait()
     assert device.default.said == ["event", "waits for the send"]
