@@ -26,7 +26,7 @@ from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, watch_group
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
-from sglang_fl.comm.sizes import SizedTransport, add_routes, settings_to_agree_on
+from sglang_fl.comm.sizes import SizedTransport, add_routes, end_memory, settings_to_agree_on
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import ClosedTransport, GroupContext, Transport
 from sglang_fl.config import CommMode, Settings, load_settings
@@ -179,6 +179,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             logger.warning("group %s: destroyed with %s", self.name, lost)
         in_graphs = any(recorder.has_captured() for recorder in self.recorders())
         self._closed = True
+        end_memory(self)
         self._watch.ended()
         self._end(self._device, in_graphs, ends_s - time.monotonic())
         self._device = ClosedTransport(self.name, self._device)

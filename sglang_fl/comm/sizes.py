@@ -63,7 +63,7 @@ class SizedTransport(Transport):
         """
         if self.memory is None:
             if self._more is None:
-                raise CommError(f"{self.name}: this group is destroyed, or was made without routes")
+                raise CommError(f"{self.name}: this transport is closed, or was made without routes")
             memory = self._more.make_memory()
             base, others, tables = self._more.parts()
             self._transports = (base, *others)
@@ -141,6 +141,7 @@ class SizedTransport(Transport):
 
 # Of groups without routes; those with routes keep their own.
 _memories: WeakKeyDictionary[CommunicatorFL, RegisteredMemory] = WeakKeyDictionary()
+_destroyed: WeakKeyDictionary[CommunicatorFL, str] = WeakKeyDictionary()  # with what is said of it
 
 
 def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
@@ -150,9 +151,11 @@ def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
     memory takes.
 
     Raises:
-        CommError: neither the backend nor a route makes registered memory.
+        CommError: neither the backend nor a route makes registered memory, or the group is destroyed.
         AgreementError: a rank did not arrive, or a route cannot be used and the policy is strict.
     """
+    if communicator in _destroyed:
+        raise CommError(_destroyed[communicator])
     transport = communicator.agreed.transport
     if isinstance(transport, SizedTransport):
         return transport.with_memory()
@@ -167,6 +170,19 @@ def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
             )
         memory = _memories[communicator] = RegisteredMemory(communicator.context, [registrar])
     return memory
+
+
+def end_memory(communicator: CommunicatorFL) -> None:
+    """Hand out no more registered memory of a communicator that is destroyed. Local; what was handed out stays.
+
+    What its transport's end does not give up as well is the caller's as long as it likes: a graph may use it.
+    """
+    reason = f"group {communicator.name} is destroyed; make a new one"
+    _destroyed[communicator] = reason
+    transport = communicator.agreed.transport
+    memory = transport.memory if isinstance(transport, SizedTransport) else _memories.get(communicator)
+    if memory is not None:
+        memory.refuse(reason)
 
 
 def adopt_block(communicator: CommunicatorFL, address: int, size: int) -> list[str] | None:

@@ -19,7 +19,7 @@ from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.communicator import group_context
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.policy import communicator_policy
-from sglang_fl.comm.registered import ALIGNMENT, BLOCK_BYTES
+from sglang_fl.comm.registered import ALIGNMENT, BLOCK_BYTES, RegisteredMemory
 from sglang_fl.comm.sizes import registered_memory
 from sglang_fl.config import load_settings
 from sglang_fl.selection import Kind, Policy
@@ -81,7 +81,7 @@ def blocks(context: RankContext) -> list[object]:
     told = [memory.holds(tensor.data_ptr()) for tensor in (first, large, large[5:], torch.empty(1))]
     zero = memory.empty(0, dtype=torch.float32)
     communicator.destroy()
-    with pytest.raises(CommError, match="this group is destroyed"):
+    with pytest.raises(CommError, match="group tp:0 is destroyed; make a new one"):
         registered_memory(communicator)
     return [counts, told, tuple(first.shape), zero.numel(), memory.holds(first.data_ptr())]
 
@@ -108,6 +108,64 @@ def test_ranks_that_take_unlike_tensors(hostcx: Path) -> None:
     assert texts[0] == texts[1]
     assert "global rank 0 asks for torch.float32[4] after 1 block(s) and 256 bytes" in texts[0]
     assert "global rank 1 for torch.float32[5] after" in texts[0]
+
+
+def late(context: RankContext) -> tuple[str, str, bool]:
+    """The errors of a call that rank 1 came to once rank 0 had given up, and of the next; and what was taken before."""
+    communicator, store = communicator_of_all(context), context.store("late")
+    transport = communicator.agreed.transport
+    assert transport is not None and transport.registrar is not None
+    limit_s = 0.5 if context.rank == 0 else 600.0
+    # The first call has all the time that it wants; it is another memory's, but the group's as well.
+    tensor = registered_memory(communicator).empty(4, dtype=torch.float32).fill_(context.rank + 1)
+    memory = RegisteredMemory(replace(communicator.context, timeout_s=limit_s), [transport.registrar])
+    if context.rank == 1:
+        store.get("given up")
+    with pytest.raises(AgreementError) as raised:
+        memory.empty(3, dtype=torch.float32)
+    if context.rank == 0:
+        store.set("given up", "1")
+    with pytest.raises(CommError, match="group tp:0: its registered memory is closed") as again:
+        memory.empty(3, dtype=torch.float32)
+    return str(raised.value), str(again.value), torch.equal(communicator.all_reduce(tensor), torch.full((4,), 3.0))
+
+
+def test_a_rank_that_comes_late_gets_no_tensor(hostcx: Path) -> None:
+    """Given rank 0 that has given up waiting for rank 1, when rank 1 asks for the tensor, then it gets an error that
+    says so, and neither hands out any more, so that they cannot be one tensor apart; what there is can be summed."""
+    texts = run_ranks(late, 2, env={"FLAGCX_PATH": str(hostcx)})
+    wanted = (
+        "global rank(s) [1] did not reach 'take registered memory' within 0.5 s",
+        "it came to 'take registered memory' after global rank 0 had given up waiting for [1]",
+    )
+    for (text, again, is_right), words in zip(texts, wanted, strict=True):
+        assert words in text and text in again and again.endswith("Make a new group.") and is_right
+
+
+def destroyed(context: RankContext) -> list[str]:
+    """The errors of a destroyed group's memory, while the other rank's is not destroyed and does not come along."""
+    communicator, store = communicator_of_all(context), context.store("destroyed")
+    memory = registered_memory(communicator)
+    tensor = memory.empty(4, dtype=torch.float32).fill_(5.0)
+    texts = []
+    if context.rank == 0:
+        communicator.destroy()
+        for ask in (lambda: memory.empty(3, dtype=torch.float32), lambda: registered_memory(communicator)):
+            with pytest.raises(CommError) as raised:
+                ask()
+            texts.append(str(raised.value))
+        assert tensor.tolist() == [5.0] * 4
+        store.set("destroyed", "1")
+    store.get("destroyed")
+    return texts
+
+
+@pytest.mark.parametrize("mode", ["all", "fastest"])
+def test_a_destroyed_group_hands_out_nothing(hostcx: Path, mode: str) -> None:
+    """Given registered memory in either mode, when its group is destroyed on a rank, then there it hands out nothing
+    more, at once and with the words of every other call; a tensor that was handed out can still be read."""
+    env = environment(hostcx) if mode == "fastest" else {"FLAGCX_PATH": str(hostcx)}
+    assert run_ranks(destroyed, 2, env=env) == [["group tp:0 is destroyed; make a new one"] * 2, []]
 
 
 # What a rank gives, and words of the error.
