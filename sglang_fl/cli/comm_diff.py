@@ -49,15 +49,22 @@ def command(context: click.Context, dumps: Sequence[Path], as_json: bool) -> Non
     try:
         chosen = choose_dumps(dumps)
     except UnreadableDumpError as error:
-        click.echo(str(error), err=True)
+        click.echo(_printable(str(error)), err=True)
         context.exit(UNREADABLE)
     found = compare(chosen.dumps)
-    lines = [json.dumps(_as_json(chosen, found), indent=1)] if as_json else _lines(chosen, found)
-    for line in lines:
-        click.echo(line)
+    if as_json:
+        click.echo(json.dumps(_as_json(chosen, found), indent=1))
+    else:
+        for line in _lines(chosen, found):
+            click.echo(_printable(line))
     if found.differences:
         context.exit(DIFFER)
     context.exit(EQUAL if _shared(chosen.dumps) else UNREADABLE)
+
+
+def _printable(line: str) -> str:
+    """A dump's texts and files' names may hold what moves a terminal's cursor, and bytes that are no text."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def _lines(chosen: Chosen, found: Comparison) -> Iterator[str]:

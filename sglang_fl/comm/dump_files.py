@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_fl.comm.dump_fields import damage
 from sglang_fl.comm.dumps import FORMAT, PATTERN
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import RecordedCall, from_row
@@ -88,10 +88,10 @@ def read_dump(path: Path) -> Dump:
             f"{path} is no dump of calls that this version reads: its format is {found!r}, this reads {FORMAT}. "
             "Compare dumps with the version of sglang_fl that wrote them."
         )
-    try:
-        return _dump(path, document)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UnreadableDumpError(f"{path} is a damaged dump of calls: {type(error).__name__}: {error}") from error
+    problem = damage(document)
+    if problem:
+        raise UnreadableDumpError(f"{path} is a damaged dump of calls: {problem}")
+    return _dump(path, document)
 
 
 def _finite(text: str) -> float:
@@ -101,22 +101,16 @@ def _finite(text: str) -> float:
     return number
 
 
-def _time(value: Any) -> float:
-    """Seconds since 1970 that a clock can show; what cannot be one raises."""
-    time.localtime(value)
-    return float(value)
-
-
 def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
     records = [_record(row) for row in document["recorders"]]
     return Dump(
         path,
-        str(document["host"]),
-        int(document["pid"]),
-        int(document["rank"]),
-        _time(document["time_s"]),
-        str(document["reason"]),
-        str(document["meeting"]),
+        document["host"],
+        document["pid"],
+        document["rank"],
+        document["time_s"],
+        document["reason"],
+        document["meeting"],
         {(record.name, record.ranks): record for record in records},
     )
 
@@ -124,15 +118,13 @@ def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
 def _record(row: Mapping[str, Any]) -> Record:
     calls = [from_row(call) for call in row["calls"]]
     under_way = row["under_way"]
-    for call in calls:
-        _time(call.time_in_s)
     return Record(
-        str(row["name"]),
-        tuple(int(rank) for rank in row["ranks"]),
-        str(row["device"]),
-        int(row["entered"]),
+        row["name"],
+        tuple(row["ranks"]),
+        row["device"],
+        row["entered"],
         {call.number: call for call in calls},
-        None if under_way is None else from_row(under_way).number,
+        None if under_way is None else under_way["number"],
         row["done"],
     )
 

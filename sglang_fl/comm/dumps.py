@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.recorder import Recorder
+from sglang_fl.comm.recorder import RecordedCall, Recorder
 from sglang_fl.config.numbers import whole_number
 
 FORMAT = 1
@@ -210,16 +210,34 @@ def _fitted(document: dict[str, Any], recorders: list[Recorder], done: Mapping[s
 
 def _record(recorder: Recorder, done: int | None) -> dict[str, Any]:
     under_way = recorder.under_way()
+    entered = recorder.entered()
+    calls = _unbroken(recorder.calls(), entered)
     return {
         "name": recorder.name,
         "ranks": list(recorder.ranks),
         "device": str(recorder.device),
-        "entered": recorder.entered(),
+        # A call may have been counted whose row was not written yet.
+        "entered": calls[-1].number if calls else entered,
         "under_way": None if under_way is None else under_way.row(),
         "done": done,
         "left_out": 0,
-        "calls": [call.row() for call in recorder.calls()],
+        "calls": [call.row() for call in calls],
     }
+
+
+def _unbroken(calls: Sequence[RecordedCall], last: int) -> list[RecordedCall]:
+    """The latest of ``calls`` up to number ``last`` that follow each other.
+
+    While they were read others were entered, some of which are seen, and the oldest made room for them.
+    """
+    kept: list[RecordedCall] = []
+    for call in reversed(calls):
+        if call.number > last:
+            continue
+        if kept and call.number != kept[-1].number - 1:
+            break
+        kept.append(call)
+    return kept[::-1]
 
 
 @contextmanager

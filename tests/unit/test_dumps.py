@@ -9,12 +9,14 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_fl.comm import dumps
+from sglang_fl.comm.dump_fields import damage
 from sglang_fl.comm.dumps import PATTERN, DumpError, check_folder, dump_calls, include, write_dump
 from sglang_fl.comm.recorder import RecordedCall, Recorder, from_row
 from tests.unit.handmade_recorder import HandmadeRecorder
@@ -49,6 +51,39 @@ def test_a_dump_holds_the_process_the_reason_the_calls_and_the_stacks(tmp_path: 
     assert [from_row(row) for row in record["calls"]] == one.calls()
     (main,) = [thread for thread in document["threads"] if thread["name"] == "MainThread"]
     assert any("test_a_dump_holds" in line for line in main["stack"])
+
+
+class Running(HandmadeRecorder):
+    """One whose calls go on while they are read: ``number`` were entered before."""
+
+    number = 0
+
+    def entered(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("seen", "entered", "kept"),
+    [
+        ((2, 5, 6, 7, 8, 9), 7, (5, 6, 7)),
+        ((1, 2, 3), 4, (1, 2, 3)),
+        ((8, 9), 7, ()),
+    ],
+    ids=["overtaken", "not written yet", "all overtaken"],
+)
+def test_a_dump_has_no_gap_where_calls_went_on(
+    tmp_path: Path, seen: tuple[int, ...], entered: int, kept: tuple[int, ...]
+) -> None:
+    """Given calls that were entered while the ring was read, so that some of the oldest are lost and later ones are
+    seen, or one that was counted and not written yet, then the dump has the latest that follow each other, and is
+    none that its reader takes for damaged."""
+    running = Running("tp:0 flagcx", (0, 1), [replace(calls(1)[0], number=number) for number in seen])
+    running.number = entered
+    document = read(write_dump("test", [running], tmp_path))
+    (record,) = document["recorders"]
+    assert tuple(row["number"] for row in record["calls"]) == kept
+    assert record["entered"] == (kept[-1] if kept else entered)
+    assert damage(document) == ""
 
 
 def test_the_dump_of_a_process_has_what_its_owners_have_as_long_as_they_live(tmp_path: Path) -> None:
