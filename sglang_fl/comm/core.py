@@ -12,6 +12,7 @@ import torch
 from sglang_fl.comm.agreement import Agreed
 from sglang_fl.comm.backends.torch_dist import TorchTransport, Waiting, broadcast_objects
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.monitor import MONITOR
 from sglang_fl.comm.point_to_point import PendingSends
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.ring import CallRing
@@ -54,6 +55,20 @@ class GroupCore:
             f"{self.name} CPU group", self.ranks, torch.device("cpu"), interrupt=self._interrupt
         )
         self._closed = False
+
+    def _require_usable(self) -> None:
+        """Before what a destroyed or failed group would still begin.
+
+        Raises:
+            CommError: it is destroyed; or what a call of it ended with, CollectiveTimeout or PeerLost.
+        """
+        if self._closed:
+            raise CommError(f"group {self.name} is destroyed; make a new one")
+        if not MONITOR.has_concluded:
+            return
+        for recorder in (*self._device.recorders(), *self._metadata.recorders(), self._host_calls):
+            if recorder.refusal is not None:
+                raise recorder.explained(CommError(recorder.refusal))
 
     def _interrupt(self) -> bool:
         self._waiting.interrupted = True

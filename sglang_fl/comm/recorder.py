@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -91,12 +92,16 @@ class Recorder(ABC):
         ranks: the global ranks that take part, in the order of the library's ranks.
         device: where its tensors live.
         explainer: the monitor's answer to "why did this call fail?"; None while nobody watches.
+        refusal: why every further call raises; None while they do not.
+        limit_s: for each of its calls where that is less than the group's, seconds.
     """
 
     name: str
     ranks: tuple[int, ...]
     device: torch.device
     explainer: Callable[[CommError, tuple[int, ...]], CommError] | None = None
+    refusal: str | None = None
+    limit_s: float = math.inf
 
     @abstractmethod
     def entered(self) -> int:

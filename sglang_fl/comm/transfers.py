@@ -102,11 +102,13 @@ class Transfers(GroupCore):
 
     def isend(self, tensor: torch.Tensor, dst: int) -> P2PWork:
         """Start to send; the returned work holds the buffer that is read until it is done."""
+        self._require_usable()
         transport = self._host if tensor.is_cpu else self._device
         return _start_send(transport, tensor.contiguous(), dst)
 
     def send_held(self, tensor: torch.Tensor, dst: int) -> None:
         """Send a copy of ``tensor``, held until it is done, and return at once."""
+        self._require_usable()
         transport = self._host if tensor.is_cpu else self._device
 
         def begin() -> P2PWork:
@@ -116,19 +118,23 @@ class Transfers(GroupCore):
 
     def recv_into(self, tensor: torch.Tensor, src: int) -> None:
         """Receive into ``tensor``, which must be contiguous."""
+        self._require_usable()
         transport = self._host if tensor.is_cpu else self._device
         transport.recv(as_movable(transport, tensor), src).wait()
 
     def isend_object_part(self, tensor: torch.Tensor, dst: int) -> P2PWork:
         """As :meth:`isend`, for metadata: always over the CPU group."""
+        self._require_usable()
         return _start_send(self._metadata, tensor, dst)
 
     def send_object_part(self, tensor: torch.Tensor, dst: int) -> None:
         """As :meth:`send_held`, for metadata; ``tensor`` is the callee's from now on."""
+        self._require_usable()
         self._sends.start(size_bytes(tensor), self.ranks[dst], lambda: _start_send(self._metadata, tensor, dst))
 
     def recv_object_part(self, tensor: torch.Tensor, src: int) -> None:
         """As :meth:`recv_into`, for metadata."""
+        self._require_usable()
         self._metadata.recv(tensor, src).wait()
 
 

@@ -62,6 +62,10 @@ class Monitor:
     """What this process watches. Its threads start with the first group of more than one rank.
 
     The calls of the groups cost nothing more for it: it looks at their recorders four times a second.
+
+    Attributes:
+        dump_folder: where dumps go; None for a folder of its own.
+        has_concluded: whether any call of this process could not complete; the refusals of the recorders say which.
     """
 
     def __init__(self) -> None:
@@ -83,6 +87,7 @@ class Monitor:
         self._board: Board | None = None
         self._peers = Peers(0, None)
         self._has_answered = False
+        self.has_concluded = False
 
     def watch(self, group: Group) -> None:
         """Watch ``group`` as long as it lives. torch.distributed must be initialised."""
@@ -98,7 +103,7 @@ class Monitor:
         """Watch a recorder that a group has just made; the group must tell of it by the next tick."""
         with self._changing:
             if self._thread is not None and recorder not in self._watched:
-                self._watched[recorder] = self._new(recorder, limit_s)
+                self._watched[recorder] = self._new(recorder, min(limit_s, recorder.limit_s))
 
     def watched(self) -> list[Watched]:
         """What is watched now."""
@@ -180,7 +185,7 @@ class Monitor:
             limits: dict[Recorder, float] = {}
             for group in list(self._groups):
                 for recorder in group.recorders():
-                    limit_s = group.operation_limit_s()
+                    limit_s = min(group.operation_limit_s(), recorder.limit_s)
                     limits[recorder] = min(limits.get(recorder, limit_s), limit_s)
             for recorder in [recorder for recorder in self._watched if recorder not in limits]:
                 # A thread may still wait in a call of a group that another one has given up.
@@ -284,6 +289,7 @@ class Monitor:
             end_process(text)
         logger.error("[sglang_fl] %s", text)
         watched.recorder.refuse(text)
+        self.has_concluded = True
         watched.recorder.abort(ABORT_LIMIT_S)
 
     def _write_dump(self, reason: str) -> Path | None:
