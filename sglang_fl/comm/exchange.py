@@ -109,7 +109,7 @@ class Exchange:
         if found == _DONE:
             return []
         self._given_up_by, named = json.loads(found)
-        return missing or named or [own]
+        return missing or named or [self._given_up_by]
 
     def _wait(self, store: Any) -> list[int]:
         """The ranks that do not come: those whose processes have ended, or else all that are missing at the limit.
@@ -149,6 +149,12 @@ class Exchange:
             return (
                 f"{head} it came to '{self.stage}' after global rank {self._given_up_by} had given up waiting for "
                 f"{missing}, so that it failed on all ranks. Look at what held this rank up."
+            )
+        if missing == [self._given_up_by]:
+            return (
+                f"{head} '{self.stage}' failed on all ranks: global rank {self._given_up_by} had no answer from "
+                f"torch.distributed's store in time. Look at the process and the network of the store, which is mostly "
+                f"global rank 0's."
             )
         if not missing:  # the store does not answer, or is gone: what is known of the processes must do
             missing = [rank for rank in self.ranks if state_of(rank) in _OUT]

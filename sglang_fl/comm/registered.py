@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,10 +19,6 @@ STAGING_OPTION = "staging_bytes"
 BLOCK_BYTES = 64 * 2**20
 ALIGNMENT = 256  # of each tensor within a block, bytes; more than any kernel's vectors ask for
 MOST_BYTES = 2**63 - 1  # that torch can count
-
-
-class _UnlikeError(AgreementError):
-    """The ranks asked for different tensors: none has changed anything, and all have heard it."""
 
 
 class Registrar(Protocol):
@@ -94,30 +91,20 @@ class RegisteredMemory:
         """
         if self._refusal:
             raise CommError(self._refusal)
-        try:
-            return self._empty(shape, dtype)
-        except AgreementError as error:
-            if not isinstance(error, _UnlikeError):
-                self.refuse(
-                    f"group {self._context.name}: its registered memory is closed, since an earlier call failed on all "
-                    f"ranks ({error}). Make a new group."
-                )
-            raise
-
-    def refuse(self, reason: str) -> None:
-        """Hand out nothing more, for ``reason``; what was handed out stays as it is. Local."""
-        self._refusal = reason
-
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         sizes, refusal = _checked(shape, dtype)
         self._require_alike((refusal, (sizes, str(dtype), len(self._blocks), self._used)))
         size = math.prod(sizes) * dtype.itemsize
         if not self._blocks or self._used + size > self._blocks[-1].numel():
-            self._add_block(max(size, BLOCK_BYTES))
+            with self._closed_if_one_is_missing():
+                self._add_block(max(size, BLOCK_BYTES))
         start = self._used
         tensor = self._blocks[-1][start : start + size].view(dtype).view(sizes)
         self._used += -(-size // ALIGNMENT) * ALIGNMENT
         return tensor
+
+    def refuse(self, reason: str) -> None:
+        """Hand out nothing more, for ``reason``; what was handed out stays as it is. Local."""
+        self._refusal = reason
 
     def close(self) -> None:
         """Forget the blocks: tensors that are left are ordinary memory from now on. Local."""
@@ -127,7 +114,8 @@ class RegisteredMemory:
 
     def _require_alike(self, own: _View) -> None:
         # What is refused on one rank is exchanged, too: the others would wait for that rank until their limit.
-        views: list[_View] = self._context.exchange("take registered memory", own)
+        with self._closed_if_one_is_missing():
+            views: list[_View] = self._context.exchange("take registered memory", own)
         ranks, group = self._context.ranks, self._context.name
         for rank, (refusal, _) in zip(ranks, views, strict=True):
             if refusal:
@@ -135,10 +123,21 @@ class RegisteredMemory:
         first = views[0][1]
         for rank, (_, wanted) in zip(ranks, views, strict=True):
             if wanted != first:
-                raise _UnlikeError(
+                raise AgreementError(
                     f"group {group}: registered memory must be taken alike on all ranks: global rank {ranks[0]} asks "
                     f"for {_in_words(first)}, global rank {rank} for {_in_words(wanted)}"
                 )
+
+    @contextmanager
+    def _closed_if_one_is_missing(self) -> Iterator[None]:
+        try:
+            yield
+        except AgreementError as error:
+            self.refuse(
+                f"group {self._context.name}: its registered memory is closed, since an earlier call failed on all "
+                f"ranks ({error}). Make a new group."
+            )
+            raise
 
     def _add_block(self, size: int) -> None:
         maker = next((registrar for registrar in self._registrars if registrar.makes_blocks), None)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
+from torch.distributed import distributed_c10d
 
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.exchange import Exchange
@@ -42,6 +46,46 @@ def test_a_rank_that_comes_after_another_gave_up_hears_of_it() -> None:
     assert "global rank 0 of [0, 1]: global rank(s) [1] did not reach 'swap' within 0.5 s" in first
     assert "global rank 1 of [0, 1]: it came to 'swap' after global rank 0 had given up waiting for [1]" in second
     assert now == now_too == ["new 0", "new 1"]
+
+
+class Stuck:
+    """A store that answers nothing until it is let go, as one whose process is stopped."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.answers = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        """The store's method, once it answers."""
+        call = getattr(self.store, name)
+
+        def answered(*arguments: Any) -> Any:
+            self.answers.wait()
+            return call(*arguments)
+
+        return answered
+
+
+def cut_off(context: RankContext) -> str:
+    """Rank 0's store does not answer until rank 0 has given up; rank 1 waits."""
+    store = Stuck(distributed_c10d._get_default_store())
+    if context.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+            text = refused(context, 0.2)
+        store.answers.set()
+        (talk,) = (thread for thread in threading.enumerate() if thread.name == "sglang_fl-exchange")
+        talk.join()
+        return text
+    return refused(context, ENDLESS_S)
+
+
+def test_who_waits_hears_that_another_was_cut_off() -> None:
+    """Given rank 0 whose store answers only after rank 0 has given up, then what it has left to say is no consent, and
+    rank 1, which has all values by then, hears that it failed."""
+    first, second = run_ranks(cut_off, 2)
+    assert "the store of torch.distributed does not answer" in first
+    assert "failed on all ranks" in second and "global rank 0" in second
 
 
 def waiting(context: RankContext) -> str:
