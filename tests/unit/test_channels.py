@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_fl.comm.backends.flagcx.channels import Channels, SendWork, _Direction, _Pair
+from sglang_fl.comm.backends.flagcx.first_call import FirstCall
 from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.marks import DeviceEvent
@@ -89,7 +90,7 @@ class MadeChannels(Channels):
         self.outgoing.said.append(f"sends on {arguments[-1]}")
         return 0
 
-    def make_pair(self, peer: int) -> _Pair:
+    def make_pair(self, peer: int, first: FirstCall) -> _Pair:
         made = SimpleNamespace(handle=None, recorder=None)
         direction = _Direction(cast("Any", made), self.outgoing)
         return _Pair(direction, direction)

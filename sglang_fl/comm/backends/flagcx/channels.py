@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
+from sglang_fl.comm.backends.flagcx.first_call import FirstCall
 from sglang_fl.comm.backends.flagcx.library import FlagCXLibrary
 from sglang_fl.comm.backends.flagcx.recorder import FlagCXRecorder, close_within
 from sglang_fl.comm.backends.flagcx.types import DataType, FlagCXOperation
-from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.errors import CollectiveTimeout, CommError
 from sglang_fl.comm.marks import DeviceEvent, marker_for, raw_stream
 from sglang_fl.comm.places import Place
 from sglang_fl.comm.recorder import Recorder
-from sglang_fl.comm.types import GroupContext, Work
+from sglang_fl.comm.types import GroupContext, Operation, Work
 
 _ID_TAG = 0x46435821  # away from the tags of the group's other messages
 _MOMENT_S = 0.5
@@ -115,9 +116,10 @@ class _Peer:
     itself. A send that fails fails all that follow.
     """
 
-    def __init__(self, channels: Channels, peer: int) -> None:
+    def __init__(self, channels: Channels, peer: int, first: FirstCall) -> None:
         self._channels = channels
         self._peer = peer
+        self._first = first
         self._last: Future[DeviceEvent | None] | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._problem: CommError | None = None
@@ -152,10 +154,10 @@ class _Peer:
 
     def _run(self) -> None:
         try:
-            self.pair.set_result(self._channels.make_pair(self._peer))
-        except CommError as error:
-            self._problem = error
-            self.pair.set_exception(error)
+            self.pair.set_result(self._channels.make_pair(self._peer, self._first))
+        except Exception as error:  # noqa: BLE001 - whatever it is: who waits for this thread must hear of it
+            self._problem = _as_comm_error(error)
+            self.pair.set_exception(self._problem)
         while (job := self._jobs.get()) is not None:
             self._carry(job)
             del job
@@ -166,9 +168,9 @@ class _Peer:
                 raise self._problem
             outgoing = self.pair.result().outgoing
             done = self._channels.transfer(outgoing, SENDER, job.tensor, job.dtype, job.ready, job.place)
-        except CommError as error:
-            self._problem = error
-            job.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._problem = _as_comm_error(error)
+            job.future.set_exception(self._problem)
         else:
             job.future.set_result(done)
 
@@ -187,7 +189,7 @@ class Channels:
         marker = marker_for(context.device)
         self._is_capturing = _never if marker is None else marker.is_capturing
         self._peers: dict[int, _Peer] = {}
-        self._recorders: list[FlagCXRecorder] = []
+        self._recorders: list[Recorder] = []
         self._functions = tuple(library.function(operation) for operation in _OPERATIONS)
 
     @property
@@ -206,7 +208,7 @@ class Channels:
             CommError: it is the first transfer with ``dst``, and the stream is being captured.
         """
         is_captured = self._is_capturing()
-        return self._to(dst, is_captured).send(tensor, dtype, place, is_captured)
+        return self._to(dst, Operation.SEND, tensor, place, is_captured).send(tensor, dtype, place, is_captured)
 
     def recv(self, tensor: torch.Tensor, src: int, dtype: int, place: Place) -> Work:
         """Receive into ``tensor``; done when this returns, on a device in the order of the current stream.
@@ -214,7 +216,7 @@ class Channels:
         Raises:
             CommError: as :meth:`send`; or the pair could not be made.
         """
-        incoming = self._to(src, self._is_capturing()).pair.result().incoming
+        incoming = self._to(src, Operation.RECV, tensor, place, self._is_capturing()).pair.result().incoming
         if self.enqueues:
             # What waits on the device from here on must not hold up a connection or a send that it depends on.
             for peer in self._peers.values():
@@ -224,7 +226,8 @@ class Channels:
             done.event.wait()
         return DoneWork()
 
-    def _to(self, peer: int, is_captured: bool) -> _Peer:
+    def _to(self, peer: int, operation: Operation, tensor: torch.Tensor, place: Place, is_captured: bool) -> _Peer:
+        """The way to a peer, which is begun if this is the first transfer with it."""
         found = self._peers.get(peer)
         if is_captured and (found is None or not found.is_idle()):
             raise CommError(
@@ -232,7 +235,11 @@ class Channels:
                 "their first transfer lies in a graph's capture; let both ranks do one before they capture"
             )
         if found is None:
-            found = self._peers[peer] = _Peer(self, peer)
+            first = FirstCall(self._name, self._context, operation, tensor, peer, place)
+            if first.recorder is not None:
+                self._recorders.append(first.recorder)
+                self._context.watch(first.recorder)
+            found = self._peers[peer] = _Peer(self, peer, first)
         return found
 
     def new_stream(self) -> Any:
@@ -267,21 +274,34 @@ class Channels:
         if code:
             communicator.settle(code, operation, dtype, None, count, tensor.shape)
 
-    def make_pair(self, peer: int) -> _Pair:
+    def make_pair(self, peer: int, first: FirstCall) -> _Pair:
         """Make both directions with ``peer``, which does the same, the one from the lower rank first.
 
         Raises:
-            CommError: the peer did not come within the group's time limit.
+            CommError: the peer did not come within the limit of ``first``: CollectiveTimeout, or PeerLost if it is
+                gone; or the pair was not made within the creation's.
         """
         upwards = SENDER if self._context.rank < peer else RECEIVER
+        unique_id = self._meet(peer, upwards, first)
         ends_s = time.monotonic() + self._context.timeout_s
-        made = {role: self._make_direction(peer, role, ends_s) for role in (upwards, 1 - upwards)}
+        made = {upwards: self._make_direction(unique_id, peer, upwards, ends_s)}
+        unique_id = self._hand_over(peer, 1 - upwards, ends_s)
+        made[1 - upwards] = self._make_direction(unique_id, peer, 1 - upwards, ends_s)
         return _Pair(outgoing=made[SENDER], incoming=made[RECEIVER])
 
-    def _make_direction(self, peer: int, role: int, ends_s: float) -> _Direction:
+    def _meet(self, peer: int, role: int, first: FirstCall) -> bytes:
+        try:
+            unique_id = self._hand_over(peer, role, time.monotonic() + first.limit_s)
+        except CommError as error:
+            raise first.failed(error) from error
+        first.met()
+        # From now on the directions' own recorders tell of what is called.
+        if first.recorder in self._recorders:
+            self._recorders.remove(first.recorder)
+        return unique_id
+
+    def _make_direction(self, unique_id: bytes, peer: int, role: int, ends_s: float) -> _Direction:
         context = self._context
-        unique_id = self._library.unique_id(_left_s(ends_s)) if role == SENDER else b""
-        unique_id = self._hand_over(unique_id, peer, role, ends_s)
         device = None if self._device is None else context.device.index
         communicator = FlagCXCommunicator.create(self._library, unique_id, 2, role, _left_s(ends_s), device)
         if context.records:
@@ -303,8 +323,10 @@ class Channels:
         context.watch(recorder)
         return recorder
 
-    def _hand_over(self, unique_id: bytes, peer: int, role: int, ends_s: float) -> bytes:
+    def _hand_over(self, peer: int, role: int, ends_s: float) -> bytes:
+        """The unique id of a direction, from its sender to its receiver."""
         context = self._context
+        unique_id = self._library.unique_id(_left_s(ends_s)) if role == SENDER else b""
         length = torch.tensor([len(unique_id)])
         limit = timedelta(seconds=_left_s(ends_s))
         arguments: dict[str, Any] = {"group": context.cpu_group, "tag": _ID_TAG}
@@ -318,10 +340,11 @@ class Channels:
             _wait(dist.irecv(received, context.ranks[peer], **arguments), limit)
             return received.numpy().tobytes()
         except RuntimeError as error:
-            verb = "send to" if role == SENDER else "receive from"
-            raise CommError(
-                f"group {context.name}, rank {context.rank}: the first {verb} rank {peer} found it missing for "
-                f"{context.timeout_s:g} s: {error}"
+            ranks = f"global ranks {context.ranks[context.rank]} and {context.ranks[peer]}"
+            kind = CommError if context.records or time.monotonic() < ends_s else CollectiveTimeout  # or FirstCall's
+            raise kind(
+                f"group {context.name}, {self._name}: no transfer between {ranks}: they did not meet for the first "
+                f"one: {str(error).strip().partition(chr(10))[0]}"
             ) from error
 
     def close(self) -> None:
@@ -342,6 +365,14 @@ class Channels:
 
 def _never() -> bool:
     return False
+
+
+def _as_comm_error(error: Exception) -> CommError:
+    if isinstance(error, CommError):
+        return error
+    problem = CommError(f"flagcx, a transfer: {type(error).__name__}: {error}")
+    problem.__cause__ = error
+    return problem
 
 
 def _left_s(ends_s: float) -> float:
