@@ -49,6 +49,11 @@ class Transfers(GroupCore):
 
         ``tensor`` may be changed or dropped as soon as this returns. Call ``destroy``, which waits for what is
         under way, before the groups are destroyed.
+
+        Raises:
+            CollectiveTimeout: the sends under way made no room within the limit; or, as PeerLost, what an earlier call
+                of the group ended with.
+            CommError: the group is destroyed, or an earlier send failed.
         """
         self.counts["send"] += 1
         dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
