@@ -44,7 +44,9 @@ def group_of(ranks: list[int], context: RankContext, timeout_s: float = 30.0) ->
     return communicator
 
 
-def communicator_of_all(context: RankContext, timeout_s: float = 20.0) -> CommunicatorFL:
+def communicator_of_all(
+    context: RankContext, timeout_s: float = 20.0, operation_timeout_s: float | None = None
+) -> CommunicatorFL:
     """A communicator of all ranks, whatever its backend."""
     group = dist.new_group(list(range(context.world_size)), backend="gloo")
     return CommunicatorFL(
@@ -54,6 +56,7 @@ def communicator_of_all(context: RankContext, timeout_s: float = 20.0) -> Commun
         ranks=range(context.world_size),
         name="tp:0",
         timeout_s=timeout_s,
+        operation_timeout_s=operation_timeout_s,
     )
 
 

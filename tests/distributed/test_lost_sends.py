@@ -13,24 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import CommError
 from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.distributed.groups import communicator_of_all
 
 LIMIT_S = 2.0
-CREATION_LIMIT_S = 20.0
-
-
-def _group(context: RankContext, **limits: float) -> CommunicatorFL:
-    group = dist.new_group(backend="gloo")
-    return CommunicatorFL(
-        cpu_group=group,
-        device_group=group,
-        device="cpu",
-        ranks=range(context.world_size),
-        name="tp:0",
-        **{"timeout_s": CREATION_LIMIT_S, "operation_timeout_s": LIMIT_S, **limits},
-    )
 
 
 def _failure(call: object, *arguments: object) -> str:
@@ -40,7 +27,7 @@ def _failure(call: object, *arguments: object) -> str:
 
 
 def _refuses(context: RankContext, is_destroyed: bool) -> list[str]:
-    group, store = _group(context), context.store("done")
+    group, store = communicator_of_all(context, operation_timeout_s=LIMIT_S), context.store("done")
     group.all_reduce(torch.ones(5))
     if context.rank == 1:
         store.wait(["done"])
@@ -76,7 +63,7 @@ def test_a_group_that_is_over_refuses_transfers(is_destroyed: bool, backend: dic
 
 
 def _cannot_begin(context: RankContext) -> None:
-    group = _group(context, operation_timeout_s=600.0)
+    group = communicator_of_all(context, operation_timeout_s=600.0)
     if context.rank == 0:
         negated = torch.ones(20 * 2**20, dtype=torch.complex64).conj().imag
         group._sends.limit_bytes = 100 * 2**20  # room for one of them
@@ -97,7 +84,7 @@ def test_a_send_that_raises_keeps_no_room(backend: dict[str, str]) -> None:
 
 
 def _lost(context: RankContext, is_connected: bool, is_destroyed: bool) -> None:
-    group = _group(context, operation_timeout_s=20.0)
+    group = communicator_of_all(context, operation_timeout_s=20.0)
     if is_connected:
         if context.rank == 0:
             group.recv(torch.Size([1]), torch.float32, 1)
@@ -131,7 +118,7 @@ def test_every_lost_send_is_told(
 def _threads(context: RankContext) -> None:
     other = 1 - context.rank
     for _ in range(3):
-        group = _group(context, operation_timeout_s=600.0)
+        group = communicator_of_all(context, operation_timeout_s=600.0)
         group.send(torch.ones(3), other)
         group.recv(torch.Size([3]), torch.float32, other)
         dist.barrier()
@@ -149,7 +136,7 @@ def test_a_destroyed_group_leaves_no_thread(backend: dict[str, str]) -> None:
 
 
 def _first_alone(context: RankContext, limits: dict[str, float]) -> list[str]:
-    group, store = _group(context, **limits), context.store("done")
+    group, store = communicator_of_all(context, **limits), context.store("done")
     if context.rank == 1:
         store.wait(["done"])
         return []
@@ -161,7 +148,7 @@ def _first_alone(context: RankContext, limits: dict[str, float]) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("limits", [(LIMIT_S, CREATION_LIMIT_S), (600.0, LIMIT_S)], ids=["operation", "creation"])
+@pytest.mark.parametrize("limits", [(LIMIT_S, 600.0), (600.0, LIMIT_S)], ids=["operation", "creation"])
 def test_a_first_send_ends_with_its_name_at_the_smaller_limit(
     limits: tuple[float, float], hostcx: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +169,7 @@ def test_a_first_send_ends_with_its_name_at_the_smaller_limit(
 
 
 def _first_to_a_killed_rank(context: RankContext) -> list[str]:
-    group = _group(context, operation_timeout_s=600.0)
+    group = communicator_of_all(context, operation_timeout_s=600.0)
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return [_failure(group.recv, torch.Size([3]), torch.float32, 1)]
@@ -200,7 +187,7 @@ def test_a_first_transfer_with_a_killed_rank_names_it(hostcx: Path, tmp_path: Pa
 
 
 def _unrecorded(context: RankContext) -> str:
-    group, store = _group(context), context.store("done")
+    group, store = communicator_of_all(context, operation_timeout_s=LIMIT_S), context.store("done")
     if context.rank == 1:
         store.wait(["done"])
         return ""
@@ -218,7 +205,7 @@ def test_an_unrecorded_first_transfer_names_both_ranks(hostcx: Path) -> None:
 
 
 def _made_pairs_are_recorded_once(context: RankContext) -> list[str]:
-    group, other = _group(context), 1 - context.rank
+    group, other = communicator_of_all(context, operation_timeout_s=LIMIT_S), 1 - context.rank
     group.send(torch.ones(3), other)
     group.recv(torch.Size([3]), torch.float32, other)
     dist.barrier()
