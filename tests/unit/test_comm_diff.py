@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -307,7 +308,7 @@ def changed(document: dict[str, Any], path: Way, value: object) -> None:
         place[last] = value
 
 
-GONE = object()
+GONE: Any = SimpleNamespace(is_gone=True)  # its text is the same in each process: pytest names cases by it
 
 
 @pytest.mark.parametrize(
