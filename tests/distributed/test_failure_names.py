@@ -22,6 +22,7 @@ from sglang_fl.comm.dump_files import choose_dumps
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.monitor import monitor
 from sglang_fl.testing.ranks import RankContext, run_ranks
+from tests.distributed.groups import communicator_of_all
 
 LIMIT_S = 2.0
 TORCH = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
@@ -29,16 +30,7 @@ _PROCESS = r"\(process \d+ on [^)]+\)"
 
 
 def _group(context: RankContext) -> CommunicatorFL:
-    group = dist.new_group(backend="gloo")
-    return CommunicatorFL(
-        cpu_group=group,
-        device_group=group,
-        device="cpu",
-        ranks=range(context.world_size),
-        name="tp:0",
-        timeout_s=30.0,
-        operation_timeout_s=LIMIT_S,
-    )
+    return communicator_of_all(context, 30.0, LIMIT_S)
 
 
 def _failure(call: Callable[[], object]) -> str:
