@@ -14,8 +14,9 @@ import torch
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.types import GroupContext
 
-# In the options of a context for a route's backend: how many bytes of ordinary memory a call of it has at most.
-STAGING_OPTION = "staging_bytes"
+# In the options of a context for a route's backend, absent where there is no limit: how many bytes a call of it has at
+# most, and how many where it is of ordinary memory; "0" if none is.
+CALL_OPTION, STAGING_OPTION = "call_bytes", "staging_bytes"
 BLOCK_BYTES = 64 * 2**20
 ALIGNMENT = 256  # of each tensor within a block, bytes; more than any kernel's vectors ask for
 MOST_BYTES = 2**63 - 1  # that torch can count

@@ -14,7 +14,7 @@ from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, l
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.recorder import Recorder
-from sglang_fl.comm.registered import STAGING_OPTION, RegisteredMemory, Registrar
+from sglang_fl.comm.registered import CALL_OPTION, STAGING_OPTION, RegisteredMemory, Registrar
 from sglang_fl.comm.route_table import NATIVE, Table, dtypes_of, table_of
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.config import CommMode, CommRoute, CommRouteOrder, CommSettings, MemoryRule, closest
@@ -299,8 +299,8 @@ class Routes:
                 if name == NATIVE and self.native is not None:
                     transport, reason = recorded(context, self.native), ""
                 else:
-                    with_staging = _with_staging(context, name, self.orders)
-                    transport, reason = create_everywhere(with_staging, self.backends[name])
+                    with_limits = _with_limits(context, name, self.orders)
+                    transport, reason = create_everywhere(with_limits, self.backends[name])
             if transport is None:
                 notes.append(f"route {name} left out: {reason}")
                 continue
@@ -387,13 +387,16 @@ def _idle(orders: Sequence[CommRouteOrder], transports: Mapping[str, Transport])
     return notes
 
 
-def _with_staging(context: GroupContext, name: str, orders: Sequence[CommRouteOrder]) -> GroupContext:
-    """The context for the backend of a route, told what its calls on ordinary memory have at most."""
-    limits = [route.max_bytes for route in _routes_of(name, orders) if route.memory is not MemoryRule.REGISTERED]
-    if None in limits:
-        return context
-    most = max((limit for limit in limits if limit is not None), default=0)
-    return replace(context, options={**context.options, STAGING_OPTION: str(most)})
+def _with_limits(context: GroupContext, name: str, orders: Sequence[CommRouteOrder]) -> GroupContext:
+    """The context for the backend of a route, told what its calls have at most, all and those on ordinary memory."""
+    routes = _routes_of(name, orders)
+    ordinary = [route for route in routes if route.memory is not MemoryRule.REGISTERED]
+    options = dict(context.options)
+    for option, asked in ((CALL_OPTION, routes), (STAGING_OPTION, ordinary)):
+        limits = [route.max_bytes for route in asked]
+        if None not in limits:
+            options[option] = str(max((limit for limit in limits if limit is not None), default=0))
+    return replace(context, options=options)
 
 
 def _takes_ordinary(name: str, orders: Sequence[CommRouteOrder]) -> bool:

@@ -16,11 +16,15 @@ import torch.distributed as dist
 from sglang_fl.comm.agreement import agree
 from sglang_fl.comm.backends.flagcx.transport import FlagCXTransport
 from sglang_fl.comm.backends.torch_dist import TorchBackend
-from sglang_fl.comm.communicator import group_context
+from sglang_fl.comm.backends.vendor.cuda.push import slot_bytes_for
+from sglang_fl.comm.backends.vendor.cuda.symmetric import staging_bytes_for
+from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.registered import ALIGNMENT, BLOCK_BYTES, RegisteredMemory
-from sglang_fl.comm.sizes import registered_memory
+from sglang_fl.comm.sizes import add_routes, registered_memory
+from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.config import load_settings
 from sglang_fl.selection import Kind, Policy
 from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
@@ -338,6 +342,52 @@ def test_a_transport_that_comes_later_carries_and_is_recorded(hostcx: Path) -> N
     for names, words in run_ranks(later, 2, env=environment(hostcx, "all_reduce=torch@registered")):
         assert words == ("all_reduce by size: torch@registered|else flagcx",)
         assert "tp:0 torch" in names
+
+
+class Noting(TorchBackend):
+    """A backend that keeps the context of its creation."""
+
+    context: GroupContext | None = None
+
+    def create(self, context: GroupContext) -> Transport:
+        self.context = context
+        return super().create(context)
+
+
+def sizes(context: RankContext) -> tuple[int, int]:
+    """What a slot of symm_push and the buffer of two shots get where the group's only route is theirs."""
+    noting = Noting("noting", Kind.VENDOR, vendor="acme")
+    settings = load_settings(platform="cpu")
+    group = dist.new_group(list(range(context.world_size)), backend="gloo")
+    described = group_context(group, group, "cpu", range(context.world_size), "tp:0", settings, 20.0)
+    backends, policy = {**discover_backends().backends, "noting": noting}, communicator_policy(settings)
+    agreed, words = add_routes(described, agree(described, backends, policy), settings.comm.routes, backends, policy)
+    communicator = CommunicatorFL.from_agreed(described, agreed, routes=words)
+    registered_memory(communicator)
+    assert noting.context is not None
+    found = slot_bytes_for(noting.context), staging_bytes_for(noting.context)
+    communicator.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("routes", "slot", "staging"),
+    [
+        ("noting:1MiB@graph@registered", 2**20, 2**20),
+        ("noting:128KiB@registered", 2**17, 2**17),
+        ("noting@registered", 2**20, 2**22),
+        ("noting:32KiB@ordinary", 2**16, 2**16),
+        ("noting:16MiB@ordinary", 2**20, 2**24),
+        ("noting:16MiB@graph@ordinary|noting@registered", 2**20, 2**24),
+        ("noting:512KiB@ordinary|noting:2MiB@registered", 2**20, 2**21),
+        ("noting", 2**20, 2**26),
+    ],
+)
+def test_buffers_are_as_large_as_calls(hostcx: Path, routes: str, slot: int, staging: int) -> None:
+    """Given routes with limits for registered memory, ordinary or both, then a slot, which all that is pushed goes
+    through, has room for the largest call up to 1 MiB; and the buffer of two shots for one of ordinary memory up to
+    64 MiB, or for a piece of registered memory, which goes through it where it must stay as it is, up to 4 MiB."""
+    assert run_ranks(sizes, 2, env=environment(hostcx, f"all_reduce={routes}")) == [(slot, staging)] * 2
 
 
 class RouteOnly(TorchBackend):

@@ -15,7 +15,7 @@ import torch
 from sglang_fl import triton_launch
 from sglang_fl.comm.backends.vendor.cuda.stream_order import StreamOrder
 from sglang_fl.comm.backends.vendor.cuda.symmetric import AllReduceAlone, SymmetricBackend, group_of, pieces, prove
-from sglang_fl.comm.registered import STAGING_OPTION
+from sglang_fl.comm.registered import CALL_OPTION
 from sglang_fl.comm.types import GroupContext, Transport
 from sglang_fl.selection import Availability
 
@@ -140,8 +140,7 @@ class PushBackend(SymmetricBackend):
     def create(self, context: GroupContext) -> Transport:
         """Exchange the block, and prove with calls of every kind that sums are right."""
         group = group_of(context)
-        asked = int(context.options.get(STAGING_OPTION, LARGEST_SLOT_BYTES))
-        slot_bytes = min(max(-(-asked // PROGRAM_BYTES) * PROGRAM_BYTES, SMALLEST_SLOT_BYTES), LARGEST_SLOT_BYTES)
+        slot_bytes = slot_bytes_for(context)
         block = group.staging(context, f"{self.name} {slot_bytes}", block_bytes(context.world_size, slot_bytes))
         buffer = group.kept.get(block.data_ptr())
         if buffer is None:
@@ -153,3 +152,9 @@ class PushBackend(SymmetricBackend):
         transport = PushTransport(self.name, context, group.order, buffer)
         prove(transport, context)
         return transport
+
+
+def slot_bytes_for(context: GroupContext) -> int:
+    """What its largest call has, of either memory: registered memory goes through the slots, too."""
+    asked = int(context.options.get(CALL_OPTION, LARGEST_SLOT_BYTES))
+    return min(max(-(-asked // PROGRAM_BYTES) * PROGRAM_BYTES, SMALLEST_SLOT_BYTES), LARGEST_SLOT_BYTES)

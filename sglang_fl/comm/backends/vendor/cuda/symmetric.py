@@ -17,7 +17,7 @@ import torch
 
 from sglang_fl.comm.backends.vendor.cuda.symmetric_group import SymmetricGroup, refusal, this_place
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.registered import STAGING_OPTION
+from sglang_fl.comm.registered import CALL_OPTION, STAGING_OPTION
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport
 from sglang_fl.selection import Availability, Kind
 
@@ -29,6 +29,9 @@ VECTOR_BYTES = 16
 OUT_OF_PLACE_WORLDS = frozenset({2, 4, 8})
 STAGING_BYTES = 64 * 2**20
 _SMALLEST_STAGING_BYTES = 2**16  # for the first call, which proves that the ranks reach each other
+# Registered memory goes through the buffer where it is not aligned, or is to stay as it is: seldom, and in pieces of so
+# much no slower.
+_REGISTERED_STAGING_BYTES = 4 * 2**20
 _SUM = "sum"
 NEEDED = ("one_shot_all_reduce_out", "one_shot_all_reduce_copy_out", "two_shot_all_reduce_", "two_shot_all_reduce_out")
 
@@ -196,8 +199,7 @@ class SymmetricBackend(Backend):
         """Exchange the buffer, and prove with calls of each dtype that sums are right."""
         assert self._transport is not None
         group = group_of(context)
-        size = int(context.options.get(STAGING_OPTION, STAGING_BYTES))
-        staging = group.staging(context, self.name, max(_padded(size), _SMALLEST_STAGING_BYTES))
+        staging = group.staging(context, self.name, staging_bytes_for(context))
         transport = self._transport(self.name, context, group, staging)
         prove(transport, context)
         return transport
@@ -237,6 +239,12 @@ def prove(transport: Transport, context: GroupContext) -> None:
             found = ones.tolist()
             if found != [context.world_size] * count:
                 raise CommError(f"{transport.name}: the sum of 1 over {context.world_size} ranks came out as {found}")
+
+
+def staging_bytes_for(context: GroupContext) -> int:
+    """Of the buffer: what the largest call on ordinary memory has, or a piece of registered memory."""
+    ordinary, any_call = (int(context.options.get(name, STAGING_BYTES)) for name in (STAGING_OPTION, CALL_OPTION))
+    return max(_padded(ordinary), min(_padded(any_call), _REGISTERED_STAGING_BYTES), _SMALLEST_STAGING_BYTES)
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
