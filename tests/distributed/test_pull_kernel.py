@@ -19,15 +19,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_fl.comm.backends.vendor.cuda.pull import OPTIONS, PROGRAM_BYTES, PullBackend, PullFlags, PullTransport
+from sglang_fl.comm.backends.vendor.cuda.pull import (
+    OPTIONS,
+    PACK_BYTES,
+    PACKS,
+    ROW_BYTES,
+    PullBackend,
+    PullFlags,
+    PullTransport,
+    grid_of,
+    packs_for,
+    steps_of,
+)
 from sglang_fl.comm.backends.vendor.cuda.symmetric_group import SymmetricGroup
 from sglang_fl.comm.types import GroupContext
 from sglang_fl.testing.ranks import RankContext, run_ranks
 
 PROGRAMS = 2
-STEP_BYTES = PROGRAMS * PROGRAM_BYTES
+STEP_BYTES = PROGRAMS * PACK_BYTES  # of one pack a program
 STAGING_BYTES = 2 * STEP_BYTES
-REGISTERED_BYTES = 8 * STEP_BYTES
+REGISTERED_BYTES = 16 * STEP_BYTES
+SEVERAL_STEPS = 9 * STEP_BYTES // 4  # elements: three steps of float32 with four packs each, two of two bytes
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("all_reduce", "all_reduce_new")
@@ -65,7 +77,7 @@ class Place:
         stand_ins: dict[str, Any] = {"order": NoStreams(), "_block": block}
         for name, stand_in in stand_ins.items():
             setattr(shared, name, stand_in)
-        flag_block = mapped("flags", PROGRAMS * context.world_size * 4)
+        flag_block = mapped("flags", PROGRAMS * ROW_BYTES)
         flag_block.view(torch.int32).fill_(number)
         rank, addresses = shared.addresses_of(flag_block)
         flags = PullFlags.at(flag_block, addresses, rank)
@@ -105,12 +117,11 @@ def neighbours(tensor: torch.Tensor) -> list[float]:
 def sums(context: RankContext, folder: Path, number: int) -> list[str]:
     """What was wrong in calls of every kind, of ranks that take their time in turns."""
     place = Place(context, folder, number)
-    place.transport.prove_in_place()
     delays = random.Random(context.rank)
     cases = [
         (dtype, count, is_registered, method)
         for dtype in DTYPES
-        for count in (1, 17, 4096, 9000, 3 * STEP_BYTES // 4, 0)
+        for count in (1, 17, 4096, 9000, 3 * STEP_BYTES // 4, SEVERAL_STEPS, 0)
         for is_registered in (False, True)
         for method in METHODS
     ]
@@ -135,9 +146,9 @@ def sums(context: RankContext, folder: Path, number: int) -> list[str]:
 
 @pytest.mark.parametrize(("world_size", "number"), [(3, 0), (2, 2**31 - 100)], ids=["from-0", "beyond-2**31"])
 def test_sums(world_size: int, number: int, tmp_path: Path) -> None:
-    """Given tensors of each dtype, ordinary and registered, of one element and of several steps and buffers, in calls
-    of changing sizes, when ranks that are late in turns sum them, then every value is right, also where the numbers of
-    the flags run over."""
+    """Given tensors of each dtype, ordinary and registered, of one element, of every number of packs, and of several
+    steps and buffers, in calls of changing sizes, when ranks that are late in turns sum them, then every value is
+    right, also where the numbers of the flags run over."""
     results = run_ranks(sums, world_size, tmp_path, number, env=INTERPRETED, start_method="spawn", timeout_s=150)
     assert results == [[]] * world_size
 
@@ -161,7 +172,7 @@ def behind(context: RankContext, folder: Path) -> list[str]:
         pull_kernel.wait = slow(pull_kernel.wait)
     wrong = []
     for is_registered, method in itertools.product((False, True), METHODS):
-        count = 3 * STEP_BYTES // 4  # float32: three steps
+        count = SEVERAL_STEPS if is_registered else 3 * STEP_BYTES // 4
         tensor = place.tensor(count, torch.float32, is_registered)
         for turn in range(4):
             tensor.copy_(data(context.rank, count, torch.float32, turn))
@@ -179,7 +190,7 @@ def test_nothing_is_overwritten_before_all_have_read_it(tmp_path: Path) -> None:
     assert run_ranks(behind, 2, tmp_path, env=INTERPRETED, start_method="spawn", timeout_s=90) == [[], []]
 
 
-def ptx_of(dtype: str, world: int, in_place: bool, is_aligned: bool) -> str:
+def ptx_of(dtype: str, world: int, packs: int, is_aligned: bool) -> str:
     """Of the kernel, compiled for a H200."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -195,39 +206,67 @@ def ptx_of(dtype: str, world: int, in_place: bool, is_aligned: bool) -> str:
     multiples = {
         (names.index(name),): [["tt.divisibility", 16]] for name in types if is_aligned or name not in may_be_odd
     }
-    block = PROGRAM_BYTES // (4 if dtype == "*fp32" else 2)
-    constants = {"rank": world - 1, "world": world, "block": block, "in_place": in_place}
+    block = packs * PACK_BYTES // (4 if dtype == "*fp32" else 2)
+    constants = {"rank": world - 1, "world": world, "block": block}
     source = ASTSource(pull_kernel, signature, constants, multiples)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS)
     return str(compiled.asm["ptx"])
 
 
 TELL = "st.relaxed.sys.global.u32"
-WAIT = "ld.acquire.sys.global.u32"
+WAIT = "ld.relaxed.sys.global.u32"
 READ = "ld.global.cg.v4.b32"
 WRITE = "st.global.v4.b32"
-ARRIVED, BARRIER, FENCE = "fence.acq_rel.gpu", "bar.sync", "fence.acq_rel.sys"
+ARRIVED, BARRIER = "fence.acq_rel.gpu", "bar.sync"
 
 
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp16", "*fp32"])
-@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "new"])
-def test_order_in_ptx(dtype: str, in_place: bool) -> None:
-    """Given the kernel for two ranks, compiled for a H200, then it tells, waits, reads 16 bytes a thread, lets the
-    loads of all threads arrive, tells behind a fence, and waits again before it writes in place, else after it."""
+@pytest.mark.parametrize("packs", PACKS)
+def test_order_in_ptx(dtype: str, packs: int) -> None:
+    """Given the kernel for two ranks, compiled for a H200, then it tells, waits, reads 16 bytes a thread and pack, all
+    before it looks at the first, lets the loads of all threads arrive, tells, and waits again before it writes."""
     steps = re.findall(
-        "|".join(map(re.escape, (TELL, WAIT, READ, WRITE, ARRIVED, BARRIER, FENCE))), ptx_of(dtype, 2, in_place, True)
+        "|".join(map(re.escape, (TELL, WAIT, READ, WRITE, ARRIVED, BARRIER))), ptx_of(dtype, 2, packs, True)
     )
-    arrived = [ARRIVED] * (1 if dtype == "*fp32" else 2)  # four values each
-    end = [WAIT, WRITE] if in_place else [WRITE, WAIT]
-    assert steps == [TELL, WAIT, READ, *arrived, BARRIER, FENCE, TELL, *end]
+    begin, end = [TELL, WAIT, BARRIER], [BARRIER, TELL, WAIT, BARRIER]
+    assert steps == [*begin, *[READ] * 2 * packs, *[ARRIVED] * packs, *end, *[WRITE] * packs]
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_other_kernels_compile(world_size: int) -> None:
-    """Given more ranks, or tensors that are not aligned, then the kernel compiles, one fence for all its flags."""
+@pytest.mark.parametrize(("world_size", "packs"), [(3, (1, 2, 4)), (4, (1, 2, 4)), (8, (1, 2)), (16, (1,)), (32, (1,))])
+def test_other_kernels_compile(world_size: int, packs: tuple[int, ...]) -> None:
+    """Given more ranks, and tensors that are aligned or not, then the kernel compiles for as many packs as there are
+    registers for, and tells and waits for all ranks at once."""
+    assert packs_for(world_size) == packs
     for is_aligned in (True, False):
-        text = ptx_of("*bf16", world_size, True, is_aligned)
-        assert (text.count(FENCE), text.count(TELL), text.count(WAIT)) == (1, *[2 * (world_size - 1)] * 2)
+        text = ptx_of("*bf16", world_size, packs[-1], is_aligned)
+        assert (text.count(TELL), text.count(WAIT)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "programs", "packs"),
+    [
+        (2, 1, 1),
+        (PACK_BYTES, 1, 1),
+        (PACK_BYTES + 2, 2, 1),
+        (132 * PACK_BYTES, 132, 1),
+        (132 * PACK_BYTES + 2, 67, 2),
+        (2**21, 128, 2),
+        (2**22, 128, 4),
+        (528 * PACK_BYTES, 132, 4),
+        (2**30, 132, 4),
+    ],
+)
+def test_grid(size: int, programs: int, packs: int) -> None:
+    """Given 132 programs, then a call has as few packs a program as it has room for in one step, and as few programs
+    as these packs need; a larger one has all programs and the most packs."""
+    assert grid_of(size, 132, steps_of(132, packs_for(2))) == (programs, packs)
+
+
+def test_flags_of_a_program() -> None:
+    """Given the length of a row of flags, then the kernel and its host agree on it."""
+    from sglang_fl.comm.backends.vendor.cuda.flags import ROW
+
+    assert ROW.value * 4 == ROW_BYTES
 
 
 def test_not_on_a_cpu() -> None:

@@ -38,6 +38,7 @@ START_AND_RUN_S = 240.0
 DTYPES = (torch.bfloat16, torch.float32)
 # Elements; whole vectors and not, one block of threads and many, up to the buffer in float32.
 COUNTS = (1, 2, 3, 8, 255, 5120, 2**15 + 1, 2**18)
+LARGER_COUNTS = (2**16, 2**19, 2**20, 3 * 2**20 + 4)  # symm_pull takes 1, 2, 4 packs a step, and several steps
 SHIFTS = (0, 1, 8)
 TURNS = 8
 
@@ -169,12 +170,12 @@ def registered(context: RankContext, beyond: str) -> list[str]:
     memory = registered_memory(group)
     size, rank, wrong = context.world_size, context.rank, []
     small = memory.empty(4, 128, dtype=torch.bfloat16)
-    large = memory.empty(2**20 + 4, dtype=torch.float32)
+    large = memory.empty(3 * 2**20 + 4, dtype=torch.float32)
     if small.data_ptr() % ALIGNMENT or large.data_ptr() % ALIGNMENT or len(memory.spans) != 1:
         wrong.append(f"not aligned or not in one block: {memory.spans}")
     wanted = {beyond: 0, "flagcx": 0}
     for turn in range(TURNS):
-        for tensor, way in ((small, "flagcx"), (large, beyond), (large[: 2**16], beyond)):
+        for tensor, way in ((small, "flagcx"), *((large[:count], beyond) for count in LARGER_COUNTS)):
             tensor.copy_(data(rank, tensor.numel(), tensor.dtype, turn).view(tensor.shape))
             before = entered(group, way)
             result = group.all_reduce(tensor)
@@ -182,7 +183,7 @@ def registered(context: RankContext, beyond: str) -> list[str]:
             if not torch.equal(result, expected) or result is not tensor:
                 wrong.append(f"{way}, turn {turn}: {result.flatten()[:4].tolist()}")
             wanted[way] += entered(group, way) - before
-    if wanted != {beyond: 2 * TURNS, "flagcx": TURNS}:
+    if wanted != {beyond: len(LARGER_COUNTS) * TURNS, "flagcx": TURNS}:
         wrong.append(f"carried: {wanted}")
     dist.barrier()
     # Ranks that share a GPU are hosts of their own to NCCL, which has symmetric windows within a host.

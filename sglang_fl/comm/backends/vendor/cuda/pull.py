@@ -28,12 +28,16 @@ from sglang_fl.comm.registered import STAGING_OPTION
 from sglang_fl.comm.types import GroupContext, Transport
 
 WARPS = 16
-PROGRAM_BYTES = WARPS * 32 * 16  # of one step: 16 bytes a thread
-PROGRAMS_PER_PROCESSOR = 2
+PACK_BYTES = WARPS * 32 * 16  # 16 bytes a thread
+# A step of a program is so many packs, all under way at once: the fewest with which the programs need no second step.
+PACKS = (1, 2, 4)
+PACKS_OF_ALL_RANKS = 16  # at most, together: each is four registers of a thread
+PROGRAMS_PER_PROCESSOR = 1
 # 65536 registers of a multiprocessor for so many programs, which wait for their peers and so must all be resident.
 REGISTERS = 65536 // (PROGRAMS_PER_PROCESSOR * WARPS * 32)
 # One stage: no load of a later step may come before its wait.
 OPTIONS = {"num_warps": WARPS, "num_stages": 1, "maxnreg": REGISTERS}
+ROW_BYTES = 128  # of a program's flags; ROW in flags.py
 SMALLEST_STAGING_BYTES = 2**16
 MOST_COUNT = 2**30  # of a call of the kernel, so that its offsets fit into 32 bits
 _ALIGNED = triton_launch.ALIGNMENT
@@ -44,7 +48,7 @@ class PullFlags:
     """What the programs wait on, as one rank sees it. Zeros on all before the first call.
 
     Attributes:
-        flags: int32 [programs, ranks], this rank's, in memory that all reach.
+        flags: int32 [programs, ROW_BYTES // 4], this rank's, in memory that all reach; a rank has a column.
         distances: int64, bytes from there to each rank's.
         counters: int32 [programs], this rank's own.
         rank: this one's place in ``distances``.
@@ -58,7 +62,7 @@ class PullFlags:
     @classmethod
     def at(cls, block: torch.Tensor, addresses: Sequence[int], rank: int) -> PullFlags:
         """Of a zeroed ``block`` (uint8); ``addresses`` are those of all ranks' blocks, as this process sees them."""
-        flags = block.view(torch.int32).view(-1, len(addresses))
+        flags = block.view(torch.int32).view(-1, ROW_BYTES // 4)
         counters = torch.zeros(len(flags), dtype=torch.int32, device=block.device)
         return cls(flags, distances_from(rank, addresses, block.device), counters, rank)
 
@@ -83,13 +87,15 @@ class PullTransport(AllReduceAlone):
         self._group = group
         self._flags = flags
         self._programs = len(flags.flags)
+        packs = packs_for(context.world_size)
+        self._steps = steps_of(self._programs, packs)
         self._staging = {dtype: staging.view(dtype) for dtype in sorted(DTYPES, key=str)}  # alike on all ranks
         self._staging_distances = staging_distances
         self._launches = {
-            (dtype, is_aligned, in_place): _bound(pull_kernel, flags, dtype, is_aligned, in_place, context)
+            (dtype, is_aligned, each): _bound(pull_kernel, flags, dtype, is_aligned, each, context)
             for dtype in DTYPES
             for is_aligned in (True, False)
-            for in_place in (True, False)
+            for each in packs
         }
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -103,22 +109,6 @@ class PullTransport(AllReduceAlone):
         self._group.order.take_turn()
         self._sum(tensor, output)
         return output
-
-    def prove_in_place(self) -> None:
-        """One call of each dtype and alignment on the buffer itself, where :func:`prove` has proven it out of place.
-
-        All ranks must call it. Raises: CommError: a sum is wrong.
-        """
-        world_size = self._group.world_size
-        for dtype, staging in self._staging.items():
-            for count in (_ALIGNED, _ALIGNED + 1):
-                ones = staging[:count].fill_(1)
-                self._pull(ones, ones, self._staging_distances)
-                found = ones.tolist()
-                if found != [world_size] * count:
-                    raise CommError(
-                        f"{self.name}: the sum in place of 1 in {dtype} over {world_size} ranks came out as {found}"
-                    )
 
     def _sum(self, source: torch.Tensor, target: torch.Tensor) -> None:
         distances, count = self._group.distances_at(source.data_ptr()), source.numel()
@@ -140,13 +130,29 @@ class PullTransport(AllReduceAlone):
         flags, count, dtype = self._flags, source.numel(), source.dtype
         given, taken = source.data_ptr(), target.data_ptr()
         # Whether they are aligned may differ between the ranks, how many programs and steps there are must not.
-        launch = self._launches[dtype, not (given | taken | count) % _ALIGNED, given == taken]
-        programs = min(-(-count * dtype.itemsize // PROGRAM_BYTES), self._programs)
+        programs, packs = grid_of(count * dtype.itemsize, self._programs, self._steps)
+        launch = self._launches[dtype, not (given | taken | count) % _ALIGNED, packs]
         launch(programs, 1, source, target, distances, flags.flags, flags.distances, flags.counters, count)
 
 
+def packs_for(world_size: int) -> tuple[int, ...]:
+    """Those of ``PACKS`` for which the registers last."""
+    return tuple(packs for packs in PACKS if packs * world_size <= max(PACKS_OF_ALL_RANKS, world_size))
+
+
+def steps_of(programs: int, packs: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(bytes that so many programs do in one step, packs of each program in it)."""
+    return tuple((each * programs * PACK_BYTES, each) for each in packs)
+
+
+def grid_of(size: int, programs: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(programs, packs of each in a step) for ``size`` bytes: one step where there is one that is large enough."""
+    packs = next((each for most, each in steps if size <= most), steps[-1][1])
+    return min(-(-size // (packs * PACK_BYTES)), programs), packs
+
+
 def _bound(
-    kernel: Any, flags: PullFlags, dtype: torch.dtype, is_aligned: bool, in_place: bool, context: GroupContext
+    kernel: Any, flags: PullFlags, dtype: torch.dtype, is_aligned: bool, packs: int, context: GroupContext
 ) -> triton_launch.Launch:
     """The kernel compiled for tensors of that kind; now, since in a capture it could not be."""
     whole = torch.zeros(4 * _ALIGNED, dtype=dtype, device=flags.flags.device)
@@ -154,8 +160,7 @@ def _bound(
     constants = {
         "rank": flags.rank,
         "world": context.world_size,
-        "block": PROGRAM_BYTES // dtype.itemsize,
-        "in_place": in_place,
+        "block": packs * PACK_BYTES // dtype.itemsize,
     }
     arguments = (example, example, flags.distances, flags.flags, flags.distances, flags.counters, count)
     device = -1 if context.device.type == "cpu" else example.get_device()
@@ -166,7 +171,13 @@ class PullBackend(PushBackend):
     """The route ``symm_pull``; it needs what ``symm_push`` needs."""
 
     def create(self, context: GroupContext) -> Transport:
-        """Exchange flags and buffer, and prove with calls of every kind that sums are right."""
+        """Exchange flags and buffer, and prove with calls of each dtype that sums are right.
+
+        Raises:
+            CommError: there are more ranks than a program has flags, or as :meth:`PushBackend.create`.
+        """
+        if context.world_size * 4 > ROW_BYTES:
+            raise CommError(f"{self.name} is for up to {ROW_BYTES // 4} ranks, not {context.world_size}")
         group = group_of(context)
         asked = int(context.options.get(STAGING_OPTION, STAGING_BYTES))
         size = max(-(-asked // _ALIGNED) * _ALIGNED, SMALLEST_STAGING_BYTES)
@@ -174,7 +185,6 @@ class PullBackend(PushBackend):
         flags = _flags_of(self.name, group, context)
         transport = PullTransport(self.name, context, group, flags, staging, group.distances_of(staging))
         prove(transport, context)
-        transport.prove_in_place()
         return transport
 
 
@@ -183,7 +193,7 @@ def _flags_of(name: str, group: SymmetricGroup, context: GroupContext) -> PullFl
     own = torch.cuda.get_device_properties(context.device).multi_processor_count
     least: int = min(context.exchange("compare the GPUs' multiprocessors", own))
     programs = least * PROGRAMS_PER_PROCESSOR
-    block = group.staging(context, f"{name} flags of {programs}", programs * context.world_size * 4)
+    block = group.staging(context, f"{name} flags of {programs}", programs * ROW_BYTES)
     flags: PullFlags | None = group.kept.get(block.data_ptr())
     if flags is None:
         block.zero_()

@@ -1,9 +1,8 @@
 """A Triton kernel for all_reduce in symmetric memory: each rank reads its peers' tensors where they lie, adds them up.
 
 Ranks wait for each other twice: until the peers' tensors are complete, and until they have read this rank's, which may
-be overwritten from then on. The first needs no order of memory: what kernels before on the stream wrote is there when
-this one begins. Numbers of flags are kept on the device by each program for itself, so that replays of a graph count;
-they stay equal on all ranks if all make the same calls. Import needs Triton.
+be overwritten from then on. Numbers of flags are kept on the device by each program for itself, so that replays of a
+graph count; they stay equal on all ranks if all make the same calls. Import needs Triton.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from sglang_fl.comm.backends.vendor.cuda.flags import arrived, peers_flags, tell, tell_done, wait
+from sglang_fl.comm.backends.vendor.cuda.flags import arrived, peers_flags, tell, tell_read, wait
 
 _Decorator = Callable[[Callable[..., Any]], Any]
 _jit: _Decorator = triton.jit
@@ -32,41 +31,37 @@ def pull_kernel(
     rank: tl.constexpr,
     world: tl.constexpr,
     block: tl.constexpr,
-    in_place: tl.constexpr,
 ) -> None:
-    """``target`` gets the sum of all ranks' ``source``; grid (programs), the same on all ranks, all resident.
+    """``target`` gets the sum of all ranks' ``source``, which may be the same; grid (programs), the same on all ranks,
+    all resident.
 
     ``distances``: int64, bytes, multiples of 16, from this rank's ``source`` to each rank's; ``flag_distances`` alike.
-    ``counters``: int32 [programs], this rank's own, the last number told. ``in_place``: ``target`` is ``source``.
+    ``counters``: int32 [programs], this rank's own, the last number told.
     """
     program = tl.program_id(0)
     item: tl.constexpr = source_ptr.dtype.element_ty.primitive_bitwidth // 8
     step_size = tl.num_programs(0) * block
     steps = (count + step_size - 1) // step_size
     number = tl.load(counters_ptr + program) + 1
-    peers = peers_flags(flags_ptr, flag_distances_ptr, rank, world)
-    tell(peers, number, rank, world)
+    places = peers_flags(flags_ptr, flag_distances_ptr, rank, world)
+    tell(places, number, rank, world)
     sources = tl.tuple(())
     for peer in tl.static_range(world):
         sources += (source_ptr + tl.multiple_of(tl.load(distances_ptr + peer) // item, 16 // item),)
+    wait(flags_ptr, places, number, rank, world)
     for step in range(0, steps):
         offsets = step * step_size + program * block + tl.arange(0, block)
         mask = offsets < count
-        own = tl.load(source_ptr + offsets, mask=mask)
-        wait(flags_ptr, number, rank, world)  # after the first step it is there already
-        total = tl.zeros([block], dtype=tl.float32)
-        # In the order of the ranks, so that all get the same bits.
+        values = tl.tuple(())  # all under way before the first one is waited for
         for peer in tl.static_range(world):
-            if peer == rank:
-                total += own.to(tl.float32)
-            else:
-                total += tl.load(sources[peer] + offsets, mask=mask, cache_modifier=".cg").to(tl.float32)
-        total = arrived(total)
+            values += (tl.load(sources[peer] + offsets, mask=mask, cache_modifier=".cg"),)
+        # In the order of the ranks, so that all get the same bits.
+        total = values[0].to(tl.float32)
+        for peer in tl.static_range(1, world):
+            total += values[peer].to(tl.float32)
+        result = arrived(total.to(target_ptr.dtype.element_ty))
         number += 1
-        tell_done(peers, number, rank, world)
-        if in_place:
-            wait(flags_ptr, number, rank, world)
-        tl.store(target_ptr + offsets, total.to(target_ptr.dtype.element_ty), mask=mask)
-    if not in_place:
-        wait(flags_ptr, number, rank, world)
+        tell_read(places, number, rank, world)
+        wait(flags_ptr, places, number, rank, world)
+        tl.store(target_ptr + offsets, result, mask=mask)
     tl.store(counters_ptr + program, number)
