@@ -416,7 +416,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
     from sglang_fl.comm.policy import describe_order, puts_first
     from sglang_fl.platform import PLATFORMS
     from sglang_fl.selection import Kind
-    from sglang_fl.sglang_hooks import coordinator, cpu, fused_all_reduce, groups, symmetric_pool
+    from sglang_fl.sglang_hooks import coordinator, cpu, fused_all_reduce, graph_mixing, groups, symmetric_pool
 
     settings = plugin.settings
     data = PLATFORMS.get(plugin.platform or "")
@@ -442,6 +442,8 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
             method_hooks = coordinator.audited_hooks(state.clock, state.ledger)
         coordinator.let_dynamo_trace(method_hooks)
         hooks += method_hooks
+        device_type = "" if data is None else data.device_type
+        hooks.append(graph_mixing.hook(settings, device_type, lambda line: plugin.notice(f"{COMM_LAYER}: {line}")))
         hooks += state.failure_hooks(has_graphs=plugin.platform == "cuda")
         if plugin.platform == "cuda":
             hooks += fused_all_reduce.hooks(settings.comm.mode)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.graph_mixing import to_agree_on
 from sglang_fl.comm.memory import memory_in_use
 from sglang_fl.comm.monitor import creation
 from sglang_fl.comm.recorded import recorded
@@ -90,7 +91,7 @@ def _agree(
     native_kinds: frozenset[Kind],
     also_equal: Mapping[str, str],
 ) -> Agreed:
-    local = replace(_local_view(context, backends, policy), settings=dict(also_equal))
+    local = replace(_local_view(context, backends, policy), settings={**also_equal, **to_agree_on(context.device.type)})
     views = context.exchange("announce candidates", local)
     _same_settings(context, views)
     order = _common_order(views)

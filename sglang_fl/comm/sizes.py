@@ -12,6 +12,7 @@ import torch
 
 from sglang_fl.comm.agreement import Agreed, create_everywhere, first_refusal, local_refusal
 from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.graph_mixing import refuses_windows
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.registered import CALL_OPTION, STAGING_OPTION, RegisteredMemory, Registrar
@@ -163,8 +164,10 @@ def registered_memory(communicator: CommunicatorFL) -> RegisteredMemory:
     if memory is None:
         registrar = None if transport is None else transport.registrar
         if registrar is None or not registrar.makes_blocks:
+            refusal = "" if registrar is None else refuses_windows(communicator.device.type)
             raise CommError(
-                f"group {communicator.name}: {communicator.backend} makes no registered memory. Choose FlagCX with "
+                f"group {communicator.name}: {communicator.backend} makes no registered memory"
+                f"{f', since {refusal}' if refusal else ''}. Choose FlagCX with "
                 f"SGLANG_FL_DIST_BACKEND=flagcx, or set SGLANG_FL_COMM_MODE=fastest and a route that does, such as "
                 f"SGLANG_FL_COMM_ROUTES='all_reduce=symm_two_shot@registered'."
             )

@@ -17,7 +17,7 @@ from sglang_fl.config.value_types import (
     choice_of,
     choice_of_platforms,
 )
-from sglang_fl.config.values import AtenProfile, BackendKind, CommBackend, CommMode, LogLevel
+from sglang_fl.config.values import AtenProfile, BackendKind, CommBackend, CommMode, GraphMixing, LogLevel
 
 SECTIONS = {
     "ops": "Layer 2: fused operators",
@@ -176,6 +176,12 @@ FIELDS: tuple[Field, ...] = (
         "Under mode fastest, per operation the routes by size; native is SGLang's own method, and what no route "
         "fits goes through the selected backend.",
         "all_reduce=native:8388608@ordinary|flagcx;all_gather=torch:4096@eager", compared=False,
+    ),
+    Field(
+        "comm.graph_mixing", "SGLANG_FL_COMM_GRAPH_MIXING", "comm.graph_mixing", choice_of(GraphMixing),
+        GraphMixing.AUTO,
+        "The order that NCCL keeps between CUDA graphs and other calls, which costs each captured call time; auto "
+        "drops it where all ranks are on one host. A value of NCCL_GRAPH_MIXING_SUPPORT wins.", "keep",
     ),
     # One node may keep FlagCX in another place than the next; the backend that it implies is compared.
     Field(

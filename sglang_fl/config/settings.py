@@ -20,6 +20,7 @@ from sglang_fl.config.values import (
     CommBackend,
     CommMode,
     CommRouteOrder,
+    GraphMixing,
     LogLevel,
     OpBackend,
     OpOrder,
@@ -70,6 +71,7 @@ class CommSettings:
     backend: CommBackend
     mode: CommMode
     routes: tuple[CommRouteOrder, ...]
+    graph_mixing: GraphMixing
     flagcx_path: Path | None
     audit: Path | None
     timeout_s: float | None

@@ -45,6 +45,14 @@ class CommMode(TextEnum):
     FASTEST = "fastest"
 
 
+class GraphMixing(TextEnum):
+    """The order that NCCL keeps between calls in graphs and others. AUTO drops it where nothing needs it."""
+
+    AUTO = "auto"
+    KEEP = "keep"
+    DROP = "drop"
+
+
 class LogLevel(TextEnum):
     """Names of Python's logging levels."""
 

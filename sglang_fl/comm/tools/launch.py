@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from sglang_fl.comm.communicator import group_context
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.graph_mixing import prepare
 from sglang_fl.comm.types import GroupContext
 from sglang_fl.config import Settings, load_settings
 from sglang_fl.config.numbers import whole_number
@@ -166,6 +167,7 @@ def launched(device_type: str | None, timeout_s: float, options: Mapping[str, st
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     is_ours = not dist.is_initialized()
+    prepare(settings, kind, 1 if place.world_size == place.local_world_size else None)
     if is_ours:
         _initialize(place, timeout_s)
     try:

@@ -16,6 +16,7 @@ import torch
 
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.graph_mixing import nccl_version
 
 PACKAGES = ("sglang", "torch", "triton", "flag_gems", "cffi")
 
@@ -29,8 +30,7 @@ def describe_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None and torch.cuda.is_available():
-        number = int(torch._C._nccl_version())  # as torch.cuda.nccl.version takes it apart
-        versions["nccl"] = f"{number >> 32}.{number >> 16 & 0xFFFF}.{number & 0xFFFF}"
+        versions["nccl"] = ".".join(map(str, nccl_version()))
     return versions
 
 

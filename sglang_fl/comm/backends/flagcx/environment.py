@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError, ResultCode
+from sglang_fl.comm.variables import Found, find_variables, in_home
 from sglang_fl.config.numbers import whole_number
 
 # Read with an unguarded std::stoi in one or more releases from 0.7 to the head of 2026-08: what is no number
@@ -38,10 +36,7 @@ _INT_MAX = 2**31 - 1  # the least is one more below zero
 
 def configuration_files() -> tuple[Path, ...]:
     """The files that FlagCX reads variables from, first one first; the home is the user database's, not $HOME."""
-    files = [Path("/etc/flagcx.conf")]
-    with contextlib.suppress(KeyError):  # a user that the database does not know has no such file
-        files.insert(0, Path(pwd.getpwuid(os.getuid()).pw_dir) / ".flagcx.conf")
-    return tuple(files)
+    return (*in_home(".flagcx.conf"), Path("/etc/flagcx.conf"))
 
 
 def check(environment: Mapping[str, str], files: tuple[Path, ...] | None = None) -> None:
@@ -54,27 +49,13 @@ def check(environment: Mapping[str, str], files: tuple[Path, ...] | None = None)
     Raises:
         FlagCXError: BAD_ENVIRONMENT, naming the variable, its value, where it was set and what is allowed.
     """
-    settings = {name: (value, "the environment") for name, value in environment.items()}
-    for path in configuration_files() if files is None else files:
-        for name, value in _lines_of(path):
-            settings.setdefault(name, (value, str(path)))
+    settings = find_variables(environment, configuration_files() if files is None else files)
     for name in INTEGERS:
-        if name in settings and not _is_int(settings[name][0]):
-            value, source = settings[name]
-            raise _error(name, value, source, "a whole number, such as 0 or 1", "ends the process with an abort")
+        if name in settings and not _is_int(settings[name].value):
+            raise _error(name, settings[name], "a whole number, such as 0 or 1", "ends the process with an abort")
     for name, allowed in NOT_EMPTY.items():
-        if name in settings and not settings[name][0]:
-            raise _error(name, "", settings[name][1], allowed, "fails to create any communicator")
-
-
-def _lines_of(path: Path) -> list[tuple[str, str]]:
-    """NAME=value lines as FlagCX splits them: at the first =, without trimming."""
-    try:
-        text = path.read_bytes().decode("utf-8", errors="surrogateescape")
-    except OSError:
-        return []  # FlagCX passes over a file that it cannot open, too
-    pairs = [line.partition("=") for line in text.split("\n")]
-    return [(name, value) for name, separator, value in pairs if separator]
+        if name in settings and not settings[name].value:
+            raise _error(name, settings[name], allowed, "fails to create any communicator")
 
 
 def _is_int(value: str) -> bool:
@@ -82,10 +63,10 @@ def _is_int(value: str) -> bool:
     return found is not None and whole_number(found["digits"], _INT_MAX + (found["sign"] == "-")) is not None
 
 
-def _error(name: str, value: str, source: str, allowed: str, effect: str) -> FlagCXError:
-    found = f"{name} is {value!r}" if value else f"{name} is set but empty"
+def _error(name: str, own: Found, allowed: str, effect: str) -> FlagCXError:
+    found = f"{name} is {own.value!r}" if own.value else f"{name} is set but empty"
     return FlagCXError(
         ResultCode.BAD_ENVIRONMENT,
         "check the environment",
-        f"{found} (from {source}); allowed is {allowed}; FlagCX {effect} on it. Unset it or give it a value",
+        f"{found} (from {own.where}); allowed is {allowed}; FlagCX {effect} on it. Unset it or give it a value",
     )

@@ -11,6 +11,7 @@ import torch
 from sglang_fl.comm.backends.flagcx.communicator import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.errors import FlagCXError
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.graph_mixing import refuses_windows
 from sglang_fl.comm.types import GroupContext
 
 
@@ -26,8 +27,9 @@ class WindowRegistrar:
     def __init__(self, name: str, context: GroupContext, communicator: FlagCXCommunicator) -> None:
         self.name = name
         capabilities = communicator.library.capabilities
-        self.makes_blocks = capabilities.symmetric_windows and capabilities.allocates_memory
-        self._has_windows = capabilities.symmetric_windows
+        refusal = refuses_windows(context.device.type)  # alike on all ranks, which have agreed on the variable
+        self._refusal = refusal if capabilities.symmetric_windows else "this release of FlagCX has no windows"
+        self.makes_blocks = not self._refusal and capabilities.allocates_memory
         self._context = replace(context, creation_ends_s=None)
         self._communicator = communicator
 
@@ -44,8 +46,8 @@ class WindowRegistrar:
 
     def adopt(self, address: int, size: int) -> str:
         """See :meth:`Registrar.adopt`."""
-        if not self._has_windows:
-            return "this release of FlagCX has no windows"
+        if self._refusal:
+            return self._refusal
         problems = self._register(address, size)
         if any(problems) and not all(problems):
             self._require_none(problems)
