@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -21,13 +21,14 @@ MISSED, UNUSABLE = 1, 2
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One module ``bench_NAME.py``."""
+    """One module ``bench_NAME.py``; ``notes``: its NOTES, which a run fills with what its record should say."""
 
     name: str
     summary: str
     kind: Kind
     needs_gpu: bool
     run: Callable[[], list[Figure]]
+    notes: list[str] = field(default_factory=list)
 
 
 def load(path: Path) -> Benchmark:
@@ -45,6 +46,7 @@ def load(path: Path) -> Benchmark:
         kind=Kind(module.KIND),
         needs_gpu=bool(module.NEEDS_GPU),
         run=module.run,
+        notes=getattr(module, "NOTES", []),
     )
 
 
@@ -106,7 +108,8 @@ def _run(benchmark: Benchmark, path: Path, console: Console) -> list[str]:
         raise RuntimeError(f"benchmark {benchmark.name} returned no figures")
     show(benchmark.name, figures, console)
     command = f"python -m benchmarks {benchmark.name}"
-    record.write(record.record(benchmark.kind, figures, command, benchmark.needs_gpu), path)
+    made = record.record(benchmark.kind, figures, command, benchmark.needs_gpu, notes=benchmark.notes)
+    record.write(made, path)
     console.print(f"samples: {path}")
     return [f"{benchmark.name}: {figure.name}" for figure in figures if not figure.is_met]
 

@@ -28,6 +28,7 @@ from sglang_fl.testing.ranks import run_ranks
 
 KIND = Kind.COMM
 NEEDS_GPU = True
+NOTES: list[str] = []  # of the last run, for its record
 
 KIB, MIB = 2**10, 2**20
 SIZES = tuple(size * KIB for size in (1, 4, 10, 64, 128, 320, 512)) + tuple(2**power * MIB for power in range(7))
@@ -66,7 +67,8 @@ def run() -> list[Figure]:
         "SGLANG_FL_DIST_BACKEND": "flagcx",
     }
     found = slowest(run_ranks(measure, gpus, plan, env=environment, start_method="spawn", gloo=True, timeout_s=LIMIT_S))
-    for words in (*found.words, *(f"{name} is absent: {reason}" for name, reason in found.absent.items())):
+    NOTES[:] = [*found.words, *(f"{name} is absent: {reason}" for name, reason in found.absent.items())]
+    for words in NOTES:
         print(words, file=sys.stderr)
     return list(figures(found))
 

@@ -37,7 +37,14 @@ def describe_commit() -> str:
         return os.environ.get(COMMIT_VARIABLE, "")
 
 
-def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool, commit: str = "") -> dict[str, Any]:
+def record(
+    kind: Kind,
+    figures: Sequence[Figure],
+    command: str,
+    needs_gpu: bool,
+    commit: str = "",
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
     """Everything about one benchmark's run; ``commit`` where it is known better than from here."""
     return {
         "kind": kind.value,
@@ -47,6 +54,7 @@ def record(kind: Kind, figures: Sequence[Figure], command: str, needs_gpu: bool,
         "commit": commit or describe_commit(),
         "versions": describe_versions(),
         "command": command,
+        **({"notes": list(notes)} if notes else {}),
         "rows": [_row(figure) for figure in figures],
     }
 

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from benchmarks.bench_communicator import load_loop
 from benchmarks.comm.routes import BARE, FASTEST, FLAGCX, TORCH, Call, Site, c_loop, open_site
 from benchmarks.figures import alternate
+from sglang_fl.comm.graph_mixing import prepare
+from sglang_fl.config import load_settings
+from sglang_fl.devices import detect_platform
 from sglang_fl.testing.ranks import RankContext
 
 C_LOOP = "c loop"
@@ -56,7 +59,7 @@ class Measured:
         eager: the same, of calls in a row until the last one is done.
         host: by route, of 1 KiB.
         absent: routes that could not be used, with the reason.
-        words: what mode fastest does.
+        words: what becomes of NCCL's order between graphs and other calls, and what mode fastest does.
     """
 
     graph: dict[int, dict[str, list[float]]] = field(default_factory=dict)
@@ -85,8 +88,10 @@ def slowest(ranks: Sequence[Measured]) -> Measured:
 def measure(ranks: RankContext, plan: Plan) -> Measured:
     """Everything, on one rank."""
     device = torch.device("cpu") if plan.device_type == "cpu" else torch.device("cuda", ranks.local_rank)
+    # As in a server, before NCCL begins; the routes of SGLang alone run in the same process, with the same NCCL.
+    mixing = prepare(load_settings(platform=detect_platform()), device.type, hosts=1)
     site = open_site(ranks, device)
-    found = Measured(absent=site.absent, words=site.words)
+    found = Measured(absent=site.absent, words=((mixing.line(),) if mixing else ()) + site.words)
     for size in plan.sizes:
         found.graph[size], found.eager[size] = _of_size(site, plan, size)
     found.host = _hosts(site, plan)

@@ -106,6 +106,16 @@ def test_a_met_bar_exits_0_and_the_samples_are_kept(tmp_path: Path) -> None:
     assert row["bar"] == {"measure": "ratio", "at_most": 1.5, "met": True}
 
 
+def test_what_a_run_notes_is_kept(tmp_path: Path) -> None:
+    """Given a benchmark whose run fills NOTES, then its record has them."""
+    planted(tmp_path, "noting", 1.5)
+    with (tmp_path / "bench_noting.py").open("a") as module:
+        module.write("    \n\nNOTES, own = [], run\n\ndef run():\n    NOTES[:] = ['a note']\n    return own()\n")
+    done = run_benchmarks(tmp_path, "noting", "--json", str(tmp_path / "noting.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "noting.json").read_text())["notes"] == ["a note"]
+
+
 def test_a_missed_bar_exits_1_and_is_named(tmp_path: Path) -> None:
     """Its samples are kept all the same."""
     planted(tmp_path, "bad", 1.4)
