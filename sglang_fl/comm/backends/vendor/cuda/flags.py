@@ -6,8 +6,9 @@ only grow, to [P, R] of every other rank. Import needs Triton, whose interpreter
 Flags are written and read without an order of memory (relaxed), as SGLang's kernel does it (custom_all_reduce.cuh, one
 shot). PTX's memory model does not say that this is enough; the hardware's ways are:
 
-- What kernels before on the stream wrote is in their GPU's L2 cache when the next one begins, and peers read it there
-  (``.cg`` passes their L1 by). A fence before the first flag would find nothing left to do.
+- What kernels before on the stream wrote is in their GPU's L2 cache once this one runs (it is not launched early, as
+  programmatic dependents are), and peers read it there (``.cg`` passes their L1 by). A fence before the first flag
+  would find nothing left to do.
 - A value that is in a register (:func:`arrived`) does not change by what a peer stores once it has been told.
 - No store is made before a branch that it depends on, nor moved across a barrier.
 """
