@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from benchmarks.bench_comm_gpu import SIZES, best_of, figures, in_words
 from benchmarks.bench_communicator import build_loop
 from benchmarks.comm.measure import C_LOOP, Measured, Plan, measure, slowest
 from benchmarks.comm.routes import BARE, FASTEST, FLAGCX, ONE_SHOT, PULL, PUSH, SGLANG, TORCH, TWO_SHOT
-from sglang_fl.testing.ranks import run_ranks
+from sglang_fl.comm.graph_mixing import LIBRARIES
+from sglang_fl.testing.ranks import RankContext, run_ranks
 
 
 def made(**changed: float) -> Measured:
@@ -110,6 +112,28 @@ def test_it_runs_on_real_ranks(tmp_path: Path) -> None:
     assert "not on cuda" in found.absent[TWO_SHOT]
     assert found.words[0] == "all_reduce by size: torch:2048@ordinary|else flagcx"
     assert len([figure for figure in figures(found) if figure.bar is not None]) == 3 * len(sizes) + 2
+
+
+def measure_as_on_a_gpu(context: RankContext, plan: Plan) -> tuple[str, ...]:
+    """The words of a rank to whose device what belongs to NCCL is given."""
+    LIBRARIES["cpu"] = LIBRARIES["cuda"]
+    return (*measure(context, plan).words, os.environ["NCCL_GRAPH_MIXING_SUPPORT"])
+
+
+def test_ranks_have_nccls_order_as_a_server_does(tmp_path: Path) -> None:
+    """Given ranks on one host, then what a server would decide on NCCL's order is decided, set and told first."""
+    plan = Plan("cpu", (1024,), {0: 2}, host_calls=3, rounds=1, c_loop=build_loop(tmp_path))
+    environment = {
+        "FLAGCX_PATH": str(hostcx()),
+        "HOSTCX_QUIET": "1",
+        "SGLANG_FL_COMM_MODE": "fastest",
+        "SGLANG_FL_COMM_ROUTES": "all_reduce=torch:2KiB@ordinary",
+        "NCCL_CONF_FILE": str(tmp_path / "none"),
+        "NCCL_GRAPH_MIXING_SUPPORT": None,
+    }
+    for first, *_, value in run_ranks(measure_as_on_a_gpu, 2, plan, env=environment):
+        assert first.startswith("NCCL_GRAPH_MIXING_SUPPORT=0 and ")
+        assert value == "0"
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
