@@ -35,7 +35,7 @@ from benchmarks.e2e.options import (
     require_once,
     write_whole,
 )
-from benchmarks.e2e.requests import Sizes
+from benchmarks.e2e.requests import ROWS, Sizes
 from benchmarks.e2e.run import Outcome, Plan, describe, run
 from benchmarks.e2e.servers import Site, install_plugin, used_memory_mib
 from benchmarks.figures import Kind, show
@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
     rows = report.figures(outcome)
     if rows:
         show(f"{options.shape}, {sizes_in_words(options)}", rows, console)
-    for note in filter(None, (*options.notes, resume.in_words(outcome))):
+    absent = [f"no row {name}: {reason}" for name, reason in report.absent(outcome).items()]
+    for note in filter(None, (*options.notes, *absent, resume.in_words(outcome))):
         console.print(note, markup=False, highlight=False)
     for name, error in outcome.failures.items():
         console.print(f"{name} failed: {error.splitlines()[0]}", style="bold red", markup=False)
@@ -104,11 +105,12 @@ class Writer:
             if start.step.name not in self.digests:
                 self.digests[start.step.name] = resume.save(start, options.out)
         call = {"date": self.date, "command": self.command, "limit_s": options.limit_s}
-        names = ("shape", "tp", "pp", "dp_attention", "together", "tries", "controls_on", "notes")
+        names = ("shape", "tp", "pp", "dp_attention", "together", "tries", "timed_rows", "controls_on", "notes")
         rows = report.figures(outcome)
         content = {
             **record.record(Kind.E2E, rows, self.command, options.is_on_gpu, options.commit),
             **{name: getattr(options, name) for name in names},
+            "absent": report.absent(outcome),
             "differences": report.differences(outcome),
             **describe(outcome),
             "run": self.made_on,
@@ -121,7 +123,8 @@ class Writer:
 def execute(options: argparse.Namespace, console: Console, command: str) -> Outcome:
     """Make all starts; the record is written after each."""
     vocabulary = shapes.vocabulary_size(options.shape)
-    sizes = Sizes(vocabulary) if options.is_on_gpu else Sizes.for_cpu(vocabulary)
+    rows = options.timed_rows
+    sizes = Sizes(vocabulary, rows=rows) if options.is_on_gpu else Sizes.for_cpu(vocabulary, rows)
     plan = Plan(
         options.configurations,
         options.once,
@@ -169,7 +172,7 @@ def _site(options: argparse.Namespace, folder: Path, tell: Callable[[str], None]
 def _arguments_that_matter(options: argparse.Namespace) -> dict[str, Any]:
     """All but where the record lies, the limit of a call and what the record has by itself."""
     names = ("shape", "tp", "pp", "dp_attention", "configurations", "once", "starts", "repeats", "together")
-    more = ("tries", "controls_on", "is_on_gpu", "flagcx", "server_arguments")
+    more = ("tries", "timed_rows", "controls_on", "is_on_gpu", "flagcx", "server_arguments")
     return {name: getattr(options, name) for name in (*names, *more)}
 
 
@@ -193,6 +196,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--starts", type=positive, default=3, help="rounds, each with a fresh server a configuration")
     add("--repeats", type=positive, default=5, help="samples of each row in a start")
     add("--tries", type=positive, default=1, help="requests for each sample, of which the fastest counts")
+    add(
+        "--rows",
+        type=_rows,
+        default=ROWS,
+        dest="timed_rows",
+        metavar="A,B",
+        help=f"times that are measured, by the first letters of their rows: {', '.join(ROWS)}; default: all",
+    )
     add(
         "--together",
         action="store_true",
@@ -274,6 +285,16 @@ def _configurations(text: str) -> tuple[str, ...]:
             f"no configuration {', '.join(unknown)}; there are {', '.join(CONFIGURATIONS)}"
         )
     return names
+
+
+def _rows(text: str) -> tuple[str, ...]:
+    wanted = text.split(",")
+    unknown = [each for each in wanted if not each or not any(row.startswith(each) for row in ROWS)]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"no row begins with {', '.join(map(repr, unknown))}; they begin with {', '.join(ROWS)}"
+        )
+    return tuple(row for row in ROWS if row.startswith(tuple(wanted)))
 
 
 def _end(number: int, _: FrameType | None) -> None:

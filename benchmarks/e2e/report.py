@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE, Configuration
-from benchmarks.e2e.run import Outcome, Start
+from benchmarks.e2e.requests import GPU_DECODE
+from benchmarks.e2e.run import Outcome, Start, unit_of
 from benchmarks.e2e.tokens import compare, largest_shift
 from benchmarks.figures import Bar, Figure
 
@@ -15,7 +17,7 @@ REFERENCE = "SGLang alone"
 LARGEST_READY_DELAY_S = 5.0
 LEAST_OPERATORS = 5
 # Whatever is neither decode nor prefill at temperature 0 is shown without a bar.
-BARRED = ("decode", "prefill")
+BARRED = ("decode", "prefill", GPU_DECODE)
 
 
 def figures(outcome: Outcome) -> list[Figure]:
@@ -27,6 +29,7 @@ def figures(outcome: Outcome) -> list[Figure]:
         pairs = [(starts[number], native[number]) for number in starts if number in native]
         if configuration.name != NATIVE and pairs:
             rows += _times(configuration, pairs)
+            rows += _lost_graphs(configuration.name, pairs)
             rows += _token_rows(configuration.name, pairs)
             rows += _ready(configuration, pairs)
         rows += [_operators(start) for start in starts.values() if start.recorded or "recording" in start.step.name]
@@ -35,6 +38,22 @@ def figures(outcome: Outcome) -> list[Figure]:
         differing = [float(len(compare(first.answers, start.answers))) for start, first in repeated]
         rows.append(Figure("tokens of native itself, prompts that differ from its first start", "prompts", differing))
     return rows + [row for start in outcome.starts if start.step.is_control for row in _controls(start, outcome)]
+
+
+def absent(outcome: Outcome) -> dict[str, str]:
+    """Rows that were wanted, and why a start has no samples for them, or native's has none."""
+    native = outcome.of(NATIVE)
+    found: dict[str, str] = {}
+    for start in outcome.starts:
+        name, number = start.step.configuration.name, start.step.number
+        if name == NATIVE or start.step.is_control:
+            continue
+        reasons = dict(start.absent)
+        if number in native:
+            missing = {row: why for row, why in native[number].absent.items() if row in start.samples}
+            reasons |= {row: f"{REFERENCE}: {why}" for row, why in missing.items()}
+        found |= {workload.format(name): reason for workload, reason in reasons.items()}
+    return found
 
 
 def differences(outcome: Outcome) -> dict[str, list[dict[str, Any]]]:
@@ -52,13 +71,31 @@ def differences(outcome: Outcome) -> dict[str, list[dict[str, Any]]]:
 
 def _times(configuration: Configuration, pairs: Sequence[tuple[Start, Start]]) -> list[Figure]:
     rows = []
-    for workload in pairs[0][0].samples:
-        samples = [sample for start, _ in pairs for sample in start.samples[workload]]
-        reference = [sample for _, start in pairs for sample in start.samples[workload]]
+    for workload in dict.fromkeys(name for start, _ in pairs for name in start.samples):
+        having = [pair for pair in pairs if all(workload in start.samples for start in pair)]
+        if not having:
+            continue
+        samples = [sample for start, _ in having for sample in start.samples[workload]]
+        reference = [sample for _, start in having for sample in start.samples[workload]]
         is_barred = configuration.bar is not None and workload.startswith(BARRED)
         bar = Bar.ratio_at_most(configuration.bar) if is_barred and configuration.bar is not None else None
-        rows.append(Figure(workload.format(configuration.name), "ms", samples, reference, REFERENCE, bar))
+        name, unit = workload.format(configuration.name), unit_of(workload)
+        rows.append(Figure(name, unit, samples, reference, REFERENCE, bar))
     return rows
+
+
+def _lost_graphs(name: str, pairs: Sequence[tuple[Start, Start]]) -> list[Figure]:
+    """A row that is absent because the plugin took SGLang's graphs away must not pass for one that cannot be."""
+    lost = Counter(workload for start, native in pairs for workload in start.absent if workload in native.samples)
+    return [
+        Figure(
+            f"{workload.format(name)}: starts without a graph where native has one",
+            "starts",
+            [float(count)],
+            bar=Bar.at_most(0),
+        )
+        for workload, count in lost.items()
+    ]
 
 
 def _token_rows(name: str, pairs: Sequence[tuple[Start, Start]]) -> list[Figure]:
@@ -117,4 +154,4 @@ def _controls(start: Start, outcome: Outcome) -> list[Figure]:
     return rows
 
 
-__all__ = ["differences", "figures"]
+__all__ = ["absent", "differences", "figures"]

@@ -18,11 +18,19 @@ WARM_UP_STEPS = 8
 # Below 1, sampling by PyTorch sorts, sums and masks instead of drawing at once.
 TOP_P = 0.9
 FIRST_ID = 10  # below are special tokens
+GPU_DECODE = "gpu decode"
+# With which words the timed rows begin.
+ROWS = ("decode", "sampled decode", "prefill", GPU_DECODE)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is asked."""
+    """How much is asked.
+
+    Attributes:
+        batches: of decode, by the request's time and by the GPU's.
+        rows: which of ROWS.
+    """
 
     vocabulary: int
     batches: tuple[int, ...] = (1, 8, 32)
@@ -30,11 +38,12 @@ class Sizes:
     steps: int = 128
     prefill_tokens: int = 4096
     prompts: int = 4
+    rows: tuple[str, ...] = ROWS
 
     @classmethod
-    def for_cpu(cls, vocabulary: int) -> Sizes:
+    def for_cpu(cls, vocabulary: int, rows: tuple[str, ...] = ROWS) -> Sizes:
         """Little, to show that it works; no times of interest."""
-        return cls(vocabulary, (1, 2), (2,), steps=32, prefill_tokens=256, prompts=2)
+        return cls(vocabulary, (1, 2), (2,), steps=32, prefill_tokens=256, prompts=2, rows=rows)
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,11 @@ class Workload:
 
 
 def workloads(sizes: Sizes) -> Iterator[Workload]:
-    """All timed rows."""
+    """All rows of the request's time that are wanted."""
+    return (each for each in _workloads(sizes) if each.name.startswith(sizes.rows))
+
+
+def _workloads(sizes: Sizes) -> Iterator[Workload]:
     for batch in sizes.batches:
         yield Workload(f"decode {{}}, batch {batch}", make_prompts(sizes, batch, PROMPT_TOKENS), sizes.steps)
     for batch in sizes.sampled_batches:

@@ -19,7 +19,7 @@ from benchmarks.e2e.run import Outcome, Plan, Start, Step
 from benchmarks.e2e.tokens import Answer
 
 # Attributes of a start that are written as they are.
-_PLAIN = ("ready_s", "samples", "places", "recorded", "lines", "command", "took_s", "call")
+_PLAIN = ("ready_s", "samples", "absent", "places", "recorded", "lines", "command", "took_s", "call")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e.configurations import CONFIGURATIONS, NATIVE, Configuration
-from benchmarks.e2e.requests import Sizes, answers, workloads
+from benchmarks.e2e.graphs import GraphStep, graph_steps
+from benchmarks.e2e.requests import GPU_DECODE, Sizes, Workload, answers, workloads
 from benchmarks.e2e.server_plugin.controls import OFF
 from benchmarks.e2e.servers import Share, Site
 from benchmarks.e2e.tokens import Answer, weakness
@@ -85,7 +86,8 @@ class Start:
     """What one start gave.
 
     Attributes:
-        samples: ms by the name of the workload.
+        samples: by the name of the workload, ms, or us of the GPU.
+        absent: why there are none, by the name of the workload.
         switched: of a control run, the answers by the fault that was on.
         places: of a control run, where each fault is.
         weights: digests by rank and name.
@@ -97,6 +99,7 @@ class Start:
     ready_s: float
     answers: list[Answer]
     samples: dict[str, list[float]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
     switched: dict[str, list[Answer]] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
@@ -190,8 +193,11 @@ def run(
 
 
 def _in_words(start: Start) -> str:
-    medians = ", ".join(f"{sorted(each)[len(each) // 2]:.3f}" for each in start.samples.values())
-    return f"{start.step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; ms {medians or '-'}"
+    medians: dict[str, list[str]] = {"ms": [], "us": []}
+    for name, each in start.samples.items():
+        medians[unit_of(name)].append(f"{sorted(each)[len(each) // 2]:.3f}")
+    times = "; ".join(f"{unit} {', '.join(each)}" for unit, each in medians.items() if each)
+    return f"{start.step.name}: ready after {start.ready_s:.1f} s, {start.took_s:.0f} s in all; {times or 'not timed'}"
 
 
 def _measure(steps: Sequence[Step], plan: Plan, site: Site, sizes: Sizes, limit_s: float) -> list[Start]:
@@ -212,11 +218,14 @@ def _measure(steps: Sequence[Step], plan: Plan, site: Site, sizes: Sizes, limit_
             for workload in workloads(sizes):
                 workload.warm_up(servers[place])
         timed = [place for place in measured if steps[place].configuration.is_timed]
-        found = _samples([servers[place] for place in timed], plan, sizes)
+        found = _samples([servers[place] for place in timed], list(workloads(sizes)), plan)
         for place, samples in zip(timed, found, strict=True):
             starts[place].samples = samples
         for server, start in zip(servers, starts, strict=True):
             start.answers = answers(server, sizes)
+        # After all answers: what a replay may change is nobody's any more.
+        _add_graph_times([(servers[place], starts[place]) for place in timed], plan, site, sizes)
+        for server, start in zip(servers, starts, strict=True):
             switch = _switch(start.step, site)
             if switch is not None:
                 start.switched = {fault: _answers_under(server, switch, fault, sizes) for fault in start.places}
@@ -260,15 +269,30 @@ def _require_same_weights(start: Start, starts: Sequence[Start]) -> None:
     )
 
 
-def _samples(servers: Sequence[Server], plan: Plan, sizes: Sizes) -> list[dict[str, list[float]]]:
-    """ms by the name of the workload, of each server; they are asked in turns forwards and backwards."""
-    timed = list(workloads(sizes)) if servers else []
+def _samples(
+    servers: Sequence[Server], timed: Sequence[Workload | GraphStep], plan: Plan
+) -> list[dict[str, list[float]]]:
+    """By the name of the workload, of each server; they are asked in turns forwards and backwards."""
     samples: list[dict[str, list[float]]] = [{workload.name: [] for workload in timed} for _ in servers]
     for number in range(plan.repeats):
         for workload in timed:
             for place in range(len(servers))[:: 1 if number % 2 == 0 else -1]:
                 samples[place][workload.name].append(workload.sample(servers[place], plan.tries))
     return samples
+
+
+def _add_graph_times(measured: Sequence[tuple[Server, Start]], plan: Plan, site: Site, sizes: Sizes) -> None:
+    """The GPU's times of the servers that have graphs, in turns as the others; of all others why there are none."""
+    for step in graph_steps(sizes):
+        having = []
+        for server, start in measured:
+            reason = site.why_no_graph_time() or step.warm_up(server)
+            if reason:
+                start.absent[step.name] = reason
+            else:
+                having.append((server, start))
+        for (_, start), samples in zip(having, _samples([server for server, _ in having], [step], plan), strict=True):
+            start.samples |= samples
 
 
 def _answers_under(server: Server, switch: Path, fault: str, sizes: Sizes) -> list[Answer]:
@@ -283,6 +307,11 @@ def _write(switch: Path, fault: str) -> None:
     partial = switch.with_name(f"{switch.name}.partial")
     partial.write_text(fault)
     partial.rename(switch)
+
+
+def unit_of(workload: str) -> str:
+    """Of its samples."""
+    return "us" if workload.startswith(GPU_DECODE) else "ms"
 
 
 def count_operators(path: Path) -> dict[str, int]:
@@ -307,6 +336,7 @@ def describe(outcome: Outcome) -> dict[str, Any]:
                 "took_s": start.took_s,
                 "call": start.call,
                 "samples": start.samples,
+                "absent": start.absent,
                 "tokens": [list(answer.ids) for answer in start.answers],
                 "controls": dict(start.places),
                 "operators": dict(start.recorded),
@@ -320,4 +350,4 @@ def describe(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-__all__ = ["NATIVE", "Outcome", "Plan", "Start", "Step", "count_operators", "describe", "run"]
+__all__ = ["NATIVE", "Outcome", "Plan", "Start", "Step", "count_operators", "describe", "run", "unit_of"]

@@ -160,6 +160,12 @@ class Site:
             log_name=name,
         )
 
+    def why_no_graph_time(self) -> str:
+        """Why a decode step's GPU time is not that of one graph on each rank; empty where it is."""
+        if self.pp > 1:
+            return "with stages a decode step is a graph of each and the transfers between them"
+        return "with DP attention each rank has a batch of its own" if self.has_dp_attention else ""
+
     def recorded_path(self, name: str) -> Path:
         """Where layer 1 records its operators."""
         return self.folder / f"{name}.operators"

@@ -55,6 +55,16 @@ def test_the_record_has_every_start_and_row(finished: Finished) -> None:
     assert all(len(row["samples"]) == len(row["reference_samples"]) == 1 for row in timed)
 
 
+def test_a_row_that_cannot_be_is_absent_with_the_server_s_own_reason(finished: Finished) -> None:
+    """Given servers without graphs, then each rank was asked, and record and table say why there is no GPU time."""
+    done, record, folder = finished
+    reason = "no graph here: SGLang decodes without graphs"
+    assert record["absent"] == {f"gpu decode {CONFIGURATION}, batch {batch}": reason for batch in (1, 2)}
+    assert f"no row gpu decode {CONFIGURATION}, batch 2: {reason}" in done.stdout
+    reports = [folder / f"0-{name}.graph.rank{rank}" for name in ("native", CONFIGURATION) for rank in range(2)]
+    assert [json.loads(path.read_text()) for path in reports] == 4 * [{"absent": reason}]
+
+
 def test_the_plugin_is_in_its_own_servers_only(finished: Finished) -> None:
     """Given the logs, then native has no line of the plugin, and the others say which layers are on."""
     _, record, folder = finished

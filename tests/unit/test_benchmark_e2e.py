@@ -420,6 +420,7 @@ def test_what_only_records_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch
             return tmp_path / name
 
     monkeypatch.setattr(run, "workloads", lambda _: iter([Row()]))
+    monkeypatch.setattr(run, "graph_steps", lambda _: iter([]))
     monkeypatch.setattr(run, "answers", lambda *_: [answer([1, 2, 3])])
     monkeypatch.setattr(run, "weakness", lambda _: "")
     (steps,) = Plan((NATIVE, "recording"), starts=1, repeats=2, is_together=True).batches()
@@ -514,8 +515,7 @@ def test_servers_that_run_at_the_same_time_are_asked_in_turns(monkeypatch: pytes
             asked.append(server)
             return float(len(asked))
 
-    monkeypatch.setattr(run, "workloads", lambda _: iter([Row()]))
-    found = run._samples(["a", "b"], Plan((), repeats=3), requests.Sizes(100))  # type: ignore[list-item]
+    found = run._samples(["a", "b"], [Row()], Plan((), repeats=3))  # type: ignore[list-item]
     assert "".join(asked) == "abbaab"
     assert found == [{"decode": [1.0, 4.0, 5.0]}, {"decode": [2.0, 3.0, 6.0]}]
 

@@ -27,6 +27,21 @@ def test_sizes_are_options_and_in_words() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ([], ("decode", "sampled decode", "prefill", "gpu decode")),
+        (["--rows", "gpu,decode"], ("decode", "gpu decode")),
+        (["--rows", "s"], ("sampled decode",)),
+    ],
+)
+def test_rows_are_chosen_by_their_first_letters(arguments: list[str], rows: tuple[str, ...]) -> None:
+    """Given first letters, then the rows that begin with them; another choice is another run for --resume."""
+    found = command.parse(arguments)
+    assert found.timed_rows == rows
+    assert command._arguments_that_matter(found)["timed_rows"] == rows
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--configurations", "verified"],
@@ -37,6 +52,8 @@ def test_sizes_are_options_and_in_words() -> None:
         ["--controls-on", "verified"],
         ["--starts", "0"],
         ["--tp", "²"],
+        ["--rows", "decode,warmth"],
+        ["--rows", "decode,"],
         ["--limit-s", "nan"],
         ["--limit-s", "inf"],
         ["--limit-s", "0"],

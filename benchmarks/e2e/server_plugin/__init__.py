@@ -1,7 +1,8 @@
 """An SGLang plugin of the benchmark's own, loaded by every server that it starts, those without sglang_fl too.
 
 Where SGLang fills a model without a checkpoint with numbers too small to matter, it gives weights that do;
-top log probabilities are the logits themselves; and, where asked for, faults can be switched on while it serves.
+top log probabilities are the logits themselves; on request it replays the graph of a decode step for its GPU time;
+and, where asked for, faults can be switched on while it serves.
 It stands alone: the servers find it as a distribution that :mod:`benchmarks.e2e.servers` writes.
 """
 
@@ -34,6 +35,10 @@ def load() -> None:
     HookRegistry.register(target, initialize_weights, HookType.REPLACE)
     target = "sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output"
     HookRegistry.register(target, give_logits, HookType.BEFORE)
+    from .graphs import take_order
+
+    target = "sglang.srt.managers.scheduler.Scheduler.set_internal_state"
+    HookRegistry.register(target, take_order, HookType.AROUND)
     if CPU_HOOKS_VARIABLE in os.environ:
         from sglang_fl.sglang_hooks import cpu, registration
 
