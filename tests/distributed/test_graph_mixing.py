@@ -6,6 +6,9 @@ The CPU stands for a GPU: what belongs to NCCL is given to its device type as we
 from __future__ import annotations
 
 import ctypes
+import io
+import os
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.graph_mixing import LIBRARIES, prepare
 from sglang_fl.comm.sizes import registered_memory
+from sglang_fl.comm.tools.launch import launched
 from sglang_fl.config import load_settings
 from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.distributed.groups import call_everything, communicator_of_all
@@ -117,3 +121,19 @@ def test_flagcx_gets_no_windows_where_nccls_kernels_would_not_wait(hostcx: Path)
         assert reason.startswith("NCCL 2.28.9's kernels for registered memory do not wait")
         assert f"flagcx makes no registered memory, since {reason}. Choose" in error
     assert run_ranks(_windows, 2, (2, 30, 7), env=environment) == [(2, "", "")] * 2
+
+
+def _in_a_tool(_: RankContext) -> tuple[str | None, str]:
+    """The variable inside of a tool's launch, and what that said."""
+    LIBRARIES["cpu"] = LIBRARIES["cuda"]
+    output = io.StringIO()
+    with redirect_stdout(output), launched("cpu", 30.0):
+        return os.environ.get(VARIABLE), output.getvalue()
+
+
+def test_the_tools_decide_as_a_server_does() -> None:
+    """Given the self-test's and the benchmark's way to start, on one host, then 0 is set before the groups, and told."""
+    alone = dict.fromkeys(("RANK", "WORLD_SIZE", VARIABLE))
+    ((value, said),) = run_ranks(_in_a_tool, 1, env=alone, gloo=False)
+    assert value == "0"
+    assert said.startswith(f"# {VARIABLE}=0 and NCCL_NET_DISABLE_INTRA=1 set: comm.graph_mixing is auto")

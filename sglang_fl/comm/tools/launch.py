@@ -167,11 +167,14 @@ def launched(device_type: str | None, timeout_s: float, options: Mapping[str, st
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     is_ours = not dist.is_initialized()
-    prepare(settings, kind, 1 if place.world_size == place.local_world_size else None)
+    mixing = prepare(settings, kind, 1 if place.world_size == place.local_world_size else None)
     if is_ours:
         _initialize(place, timeout_s)
     try:
-        yield _joined(place, device, settings, timeout_s)
+        launch = _joined(place, device, settings, timeout_s)
+        if mixing is not None:
+            launch.say(f"# {mixing.line()}")
+        yield launch
     finally:
         if is_ours and dist.is_initialized():
             dist.destroy_process_group()

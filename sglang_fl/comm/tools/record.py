@@ -16,7 +16,7 @@ import torch
 
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.graph_mixing import nccl_version
+from sglang_fl.comm.graph_mixing import LIBRARIES, nccl_version
 
 PACKAGES = ("sglang", "torch", "triton", "flag_gems", "cffi")
 
@@ -30,7 +30,9 @@ def describe_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     if torch.version.cuda is not None and torch.cuda.is_available():
-        versions["nccl"] = ".".join(map(str, nccl_version()))
+        variable = LIBRARIES["cuda"].variable
+        value = os.environ.get(variable)  # set before NCCL begins, so what it has read
+        versions["nccl"] = ".".join(map(str, nccl_version())) + (f" ({variable}={value})" if value else "")
     return versions
 
 
