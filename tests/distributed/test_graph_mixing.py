@@ -132,7 +132,7 @@ def _in_a_tool(_: RankContext) -> tuple[str | None, str]:
 
 
 def test_the_tools_decide_as_a_server_does() -> None:
-    """Given the self-test's and the benchmark's way to start, on one host, then 0 is set before the groups, and told."""
+    """Given the self-test's and the benchmark's way to start, on one host, then 0 is set before groups, and told."""
     alone = dict.fromkeys(("RANK", "WORLD_SIZE", VARIABLE))
     ((value, said),) = run_ranks(_in_a_tool, 1, env=alone, gloo=False)
     assert value == "0"
