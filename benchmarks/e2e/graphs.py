@@ -63,7 +63,8 @@ class GraphStep:
 
     def _measure(self, server: Server, path: Path) -> float:
         ask(server, self.prompts, STEPS + 1, 0.0)
-        ranks = [_read(_report(path, rank), self.name, server) for rank in range(server.world_size)]
+        name = f"{GPU_DECODE}, batch {len(self.prompts)}"
+        ranks = [_read(_report(path, rank), name, server) for rank in range(server.world_size)]
         slowest: list[float] = [max(spans) for spans in zip(*ranks, strict=True)]
         return statistics.median(slowest)
 
