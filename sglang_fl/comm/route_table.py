@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -119,6 +119,12 @@ def _chained(entries: tuple[tuple[Any, ...], ...]) -> Any:
 def dtypes_of(capabilities: Capabilities, op: str) -> frozenset[torch.dtype]:
     """Those in which it carries the operation, if it offers it."""
     return capabilities.reducible if Operation(op) in _REDUCTIONS else capabilities.movable
+
+
+def orders_for(ranks: int, orders: Sequence[CommRouteOrder]) -> list[CommRouteOrder]:
+    """Those of a group of so many ranks: without the routes, and the operations, that are for groups of others."""
+    kept = ((order.op, tuple(route for route in order.routes if route.ranks.holds(ranks))) for order in orders)
+    return [CommRouteOrder(op, routes) for op, routes in kept if routes]
 
 
 def table_of(order: CommRouteOrder, transports: Mapping[str, Transport], base: Transport) -> Table:

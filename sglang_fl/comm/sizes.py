@@ -16,7 +16,7 @@ from sglang_fl.comm.graph_mixing import refuses_windows
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.registered import CALL_OPTION, STAGING_OPTION, RegisteredMemory, Registrar
-from sglang_fl.comm.route_table import NATIVE, Table, dtypes_of, table_of
+from sglang_fl.comm.route_table import NATIVE, Table, dtypes_of, orders_for, table_of
 from sglang_fl.comm.types import Backend, Capabilities, GroupContext, Operation, Transport, Work
 from sglang_fl.config import CommMode, CommRoute, CommRouteOrder, CommSettings, MemoryRule, closest
 from sglang_fl.selection import Policy
@@ -229,12 +229,13 @@ def add_routes(
     """``agreed`` with the routes by size put before its transport, and in words what each operation's routes are.
 
     All ranks of the group must call it, with equal ``orders`` (:func:`settings_to_agree_on`). A route whose backend
-    some rank cannot use is left out on all ranks, with the reason among the words.
+    some rank cannot use is left out on all ranks, with the reason among the words; one for groups of other numbers of
+    ranks is neither made nor named.
 
     Args:
         context: the group.
         agreed: what its ranks agreed on, with a transport.
-        orders: the routes of ``comm.routes``.
+        orders: the routes of ``comm.routes``, for groups of every number of ranks.
         backends: those of this process.
         policy: its vendor rules hold for routes as well; strict: a route that is left out is an error.
         native: the caller's own methods as a transport; None where it has none.
@@ -244,6 +245,7 @@ def add_routes(
         AgreementError: no rank has a route's backend, or a route cannot be used and the policy is strict.
     """
     assert agreed.transport is not None
+    orders = orders_for(context.world_size, orders)
     routes = Routes(context, orders, backends, policy, native, wrap, agreed.backend.name)
     routes.put(agreed.backend.name, agreed.transport)
     now = [name for name in routes.named if _takes_ordinary(name, orders)]
@@ -257,7 +259,8 @@ def add_routes(
 class Routes:
     """How the routes of one group are made: those for ordinary memory at once, the others when they are wanted.
 
-    The fields are the arguments of :func:`add_routes`; ``base`` is the name of the group's backend.
+    The fields are the arguments of :func:`add_routes`, ``orders`` those for this number of ranks; ``base`` is the name
+    of the group's backend.
     """
 
     context: GroupContext

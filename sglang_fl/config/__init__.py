@@ -26,6 +26,7 @@ from sglang_fl.config.values import (
     MemoryRule,
     OpBackend,
     OpOrder,
+    RankRule,
 )
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "OpOrder",
     "OpsSettings",
     "Problem",
+    "RankRule",
     "SettingRow",
     "Settings",
     "SettingsError",

@@ -12,12 +12,16 @@ import yaml
 from sglang_fl.config.numbers import MOST, whole_number
 from sglang_fl.config.problems import closest
 from sglang_fl.config.value_types import NOT_SET, InvalidValueError, ValueType, describe, line_of, parse_node
-from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder, MemoryRule, TextEnum
+from sglang_fl.config.values import CaptureRule, CommRoute, CommRouteOrder, MemoryRule, RankRule, TextEnum
 
 OPERATIONS = ("all_gather", "all_reduce", "reduce_scatter")
 MAX_ROUTES_PER_OP = 8
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_ROUTE = re.compile(r"(?P<backend>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<number>[0-9]+)(?P<unit>[A-Za-z]*))?(?P<rules>(@\w+)*)")
+_ROUTE = re.compile(
+    r"(?P<backend>[A-Za-z_][A-Za-z0-9_.-]*)(:(?P<number>[0-9]+)(?P<unit>[A-Za-z]*))?(?P<rules>(@[\w+]+)*)"
+)
+_RANKS = re.compile(r"(?P<fewest>[0-9]+)(?P<more>\+?)ranks")
+_FEWEST_RANKS = 2  # a group of one has nothing to send
 # Only sums are made where the memory lies.
 _WITH_MEMORY_RULES = "all_reduce"
 
@@ -27,7 +31,8 @@ class CommRoutes(ValueType):
 
     allowed = (
         f"for {', '.join(OPERATIONS)} 1 to {MAX_ROUTES_PER_OP} routes BACKEND[:MAX_BYTES][@graph or @eager]"
-        "[@registered or @ordinary, for all_reduce], the bytes with KiB, MiB, GiB or none: "
+        "[@registered or @ordinary, for all_reduce][@Nranks or @N+ranks, N from 2], the bytes with KiB, MiB, GiB or "
+        "none: "
         "all_reduce=native:8MiB|flagcx in a variable, all_reduce: [native:8MiB, flagcx] in YAML"
     )
 
@@ -81,9 +86,10 @@ class CommRoutes(ValueType):
             raise InvalidValueError(f"{reprlib.repr(token)}, more than 2**63 - 1 bytes", self.allowed)
         rules = match["rules"].split("@")[1:]
         when, memory = (_taken(rules, kind) for kind in (CaptureRule, MemoryRule))
-        if rules:
+        ranks = _ranks(rules.pop()) if len(rules) == 1 else RankRule()
+        if rules or ranks is None:
             raise InvalidValueError(repr(token), self.allowed)
-        return CommRoute(match["backend"], limit, CaptureRule(when), MemoryRule(memory))
+        return CommRoute(match["backend"], limit, CaptureRule(when), MemoryRule(memory), ranks)
 
     def _sorted(self, orders: dict[str, CommRouteOrder]) -> tuple[CommRouteOrder, ...]:
         return tuple(orders[op] for op in sorted(orders))
@@ -99,6 +105,15 @@ class CommRoutes(ValueType):
 def _bytes(number: str | None, unit: int) -> int | None:
     units = None if number is None else whole_number(number, MOST // unit)
     return None if units is None else units * unit
+
+
+def _ranks(rule: str) -> RankRule | None:
+    """``2ranks`` or ``3+ranks``; None if it is neither."""
+    match = _RANKS.fullmatch(rule)
+    fewest = None if match is None else whole_number(match["fewest"])
+    if match is None or fewest is None or fewest < _FEWEST_RANKS:
+        return None
+    return RankRule(fewest, None if match["more"] else fewest)
 
 
 def _quoted(route: CommRoute) -> str:

@@ -98,26 +98,50 @@ class MemoryRule(TextEnum):
 
 
 @dataclass(frozen=True)
+class RankRule:
+    """For groups of how many ranks a route is made: from ``fewest`` to ``most``, None for any number."""
+
+    fewest: int = 1
+    most: int | None = None
+
+    def __str__(self) -> str:
+        if self == RankRule():
+            return ""
+        return f"{self.fewest}{'+' if self.most is None else ''}ranks"
+
+    def holds(self, ranks: int) -> bool:
+        return self.fewest <= ranks and (self.most is None or ranks <= self.most)
+
+    def covers(self, other: RankRule) -> bool:
+        """Whether it holds for every group for which ``other`` does."""
+        if self.most is None:
+            return self.fewest <= other.fewest
+        return other.most is not None and self.holds(other.fewest) and self.holds(other.most)
+
+
+@dataclass(frozen=True)
 class CommRoute:
     """One route of an operation: a backend, or ``native`` for SGLang's own method.
 
     max_bytes: it carries calls of up to so many bytes (of the larger tensor), None for any size; when: see CaptureRule;
-    memory: see MemoryRule.
+    memory: see MemoryRule; ranks: see RankRule.
     """
 
     backend: str
     max_bytes: int | None = None
     when: CaptureRule = CaptureRule.ALWAYS
     memory: MemoryRule = MemoryRule.ANY
+    ranks: RankRule = RankRule()
 
     def __str__(self) -> str:
         limit = "" if self.max_bytes is None else f":{self.max_bytes}"
-        return "".join((self.backend, limit, *(f"@{rule}" for rule in (self.when, self.memory) if rule)))
+        rules = (str(rule) for rule in (self.when, self.memory, self.ranks))
+        return "".join((self.backend, limit, *(f"@{rule}" for rule in rules if rule)))
 
     def covers(self, later: CommRoute) -> bool:
         """Whether every call that fits ``later`` fits this one, so that behind it ``later`` is never reached."""
         rules = ((self.when, later.when), (self.memory, later.memory))
-        if any(own and own != other for own, other in rules):
+        if any(own and own != other for own, other in rules) or not self.ranks.covers(later.ranks):
             return False
         return self.max_bytes is None or (later.max_bytes is not None and later.max_bytes <= self.max_bytes)
 

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.sizes import SizedTransport
 from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
 from tests.distributed.counted import counted_group
-from tests.distributed.groups import call_everything, communicator_of_all
+from tests.distributed.groups import call_everything, communicator_of_all, group_of
 
 LIMIT = 1024
+NCCL_IS_MISSING = "route nccl left out: all ranks: the group's torch.distributed backend is gloo (device cpu), not nccl"
 
 
 def _environment(hostcx: Path, routes: str, **more: str) -> dict[str, str]:
@@ -90,6 +93,56 @@ def test_a_route_that_one_rank_cannot_use(hostcx: Path, tmp_path: Path) -> None:
         assert backend == "torch"
         assert words[0] == "all_reduce by size: else torch"
         assert "route flagcx left out: global rank 1: " in words[1]
+
+
+def _in_groups_of(context: RankContext, sizes: list[int]) -> list[tuple[tuple[str, ...], list[str], list[str]]]:
+    """Of this rank's group of each size: its routes in words, what may carry calls, and what carries a small sum."""
+    found = []
+    for size in sizes:
+        for first in range(0, context.world_size, size):
+            communicator = group_of(list(range(first, first + size)), context)
+            if communicator is not None:
+                transport = communicator.agreed.transport
+                assert isinstance(transport, SizedTransport)
+                before = [recorder.entered() for recorder in transport.recorders()]
+                assert torch.equal(communicator.all_reduce(torch.ones(8)), torch.full((8,), float(size)))
+                used = zip(transport.recorders(), before, strict=True)
+                carried = [recorder.name.split()[-1] for recorder, calls in used if recorder.entered() > calls]
+                found.append((communicator.routes, transport.names(), carried))
+                dist.barrier(group=communicator.context.cpu_group)
+                communicator.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("routes", "of_two", "of_four"),
+    [
+        (
+            "all_reduce=nccl@3ranks|torch:1KiB@2ranks|flagcx@2ranks;all_gather=nccl@5+ranks",
+            (("all_reduce by size: torch:1024@2ranks|flagcx@2ranks|else flagcx",), ["flagcx", "torch"], ["torch"]),
+            ((), ["flagcx"], ["flagcx"]),
+        ),
+        (
+            "all_reduce=nccl:1KiB@eager@2ranks|torch@3+ranks",
+            (("all_reduce by size: else flagcx", NCCL_IS_MISSING), ["flagcx"], ["flagcx"]),
+            (("all_reduce by size: torch@3+ranks|else flagcx",), ["flagcx", "torch"], ["torch"]),
+        ),
+    ],
+)
+def test_routes_for_groups_of_some_sizes(
+    routes: str, of_two: tuple[Any, ...], of_four: tuple[Any, ...], hostcx: Path
+) -> None:
+    """Given routes for so many ranks, when groups of two and of four are made, then each has those of its size and
+    no transport of another, and names no others, not even as left out."""
+    environment = _environment(hostcx, routes, SGLANG_FL_DIST_BACKEND="flagcx")
+    assert run_ranks(_in_groups_of, 4, [2, 4], env=environment) == [[of_two, of_four]] * 4
+
+
+def test_strict_mode_does_not_ask_for_routes_of_other_groups(hostcx: Path) -> None:
+    """Given strict mode and a route for three ranks that nobody can use, then a group of two is made without it."""
+    environment = _environment(hostcx, "all_reduce=nccl@3+ranks|torch", SGLANG_FL_STRICT="1")
+    for _, words in run_ranks(_routes, 2, env=environment):
+        assert words == ("all_reduce by size: torch|else flagcx",)
 
 
 def _refused(context: RankContext) -> str:
