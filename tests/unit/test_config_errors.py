@@ -187,7 +187,7 @@ def test_unknown_key(text: str, line: int, key: str, suggestion: str | None, tmp
     assert "unknown key" in problem.found and key in problem.found
     assert problem.suggestion == suggestion
     inside_comm = text.startswith("comm:")
-    assert ("backend, mode, routes, flagcx_path" in problem.allowed) == inside_comm
+    assert ("backend, mode, routes, graph_mixing, flagcx_path" in problem.allowed) == inside_comm
     assert ("prefer, op_backends" in problem.allowed) == (not inside_comm)
 
 
