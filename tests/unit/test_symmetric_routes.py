@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory
 
 from sglang_fl.comm.backends.flagcx.machine import Machine
 from sglang_fl.comm.backends.vendor.cuda.stream_order import StreamOrder
@@ -178,6 +179,29 @@ def test_odd_parts_of_registered_memory(way: type[SymmetricTransport]) -> None:
     expected = values(128, torch.bfloat16)
     expected[1:4] *= 2
     assert torch.equal(tensor, expected)
+
+
+def test_blocks_are_exchanged_over_the_group_that_the_operators_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given the symmetric memory of one group, when another one of the same ranks takes a buffer and a block to hand
+    out, then torch exchanges both over the first group, whose name its operators get."""
+    torchs, asked = torch.distributed._symmetric_memory, []
+
+    def rendezvous(block: torch.Tensor, group: Any) -> Any:
+        asked.append(group.group_name)
+        return SimpleNamespace(rank=0, buffer_ptrs=[block.data_ptr()])
+
+    def context_of(name: str) -> Any:
+        own = SimpleNamespace(group_name=name)
+        return SimpleNamespace(
+            cpu_group=own, device=torch.device("cpu"), world_size=1, ranks=(0,), exchange=lambda stage, value: [value]
+        )
+
+    monkeypatch.setattr(torchs, "empty", torch.empty)
+    monkeypatch.setattr(torchs, "rendezvous", rendezvous)
+    group = SymmetricGroup(context_of("first"))
+    group.staging(context_of("second"), "symm_pull", 64)
+    group.registered(context_of("second"), 64)
+    assert asked == ["first", "first"] and group.group_name == "first"
 
 
 def test_what_is_not_offered() -> None:

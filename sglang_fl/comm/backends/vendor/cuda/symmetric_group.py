@@ -34,6 +34,7 @@ class SymmetricGroup:
     """
 
     def __init__(self, context: GroupContext) -> None:
+        self._process_group = context.cpu_group
         self.group_name: str = context.cpu_group.group_name
         self.world_size = context.world_size
         self.order = StreamOrder(context.device)
@@ -106,7 +107,8 @@ class SymmetricGroup:
             raise CommError(f"global rank {rank} cannot allocate {size} bytes of symmetric memory: {text}")
         try:
             with _without_multicast():
-                self._handles[block.data_ptr()] = symmetric_memory.rendezvous(block, context.cpu_group)
+                # Also a later group's, of the same ranks: the operators would exchange it again, in a capture too.
+                self._handles[block.data_ptr()] = symmetric_memory.rendezvous(block, self._process_group)
         except RuntimeError as error:
             raise CommError(f"torch's symmetric memory cannot be exchanged: {_first_line(error)}") from error
         return block
