@@ -10,9 +10,8 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,8 @@ from sglang_fl.comm.registered import ALIGNMENT
 from sglang_fl.comm.replays import watch_graphs
 from sglang_fl.comm.sizes import registered_memory
 from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
-from tests.gpu.places import Places
+from tests.gpu.places import Places, places
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +34,7 @@ WAYS = (PUSH, PULL, "symm_one_shot", TWO_SHOT)
 OWN_KERNELS = (PUSH, PULL)  # which sum float16, too
 BUFFER = "1MiB"  # routes of up to so much, so that a few MiB are beyond them
 LIMIT_S = 30.0
+TASK_S = 120.0  # for a function in the pool, with the kernels that it compiles
 START_AND_RUN_S = 240.0
 DTYPES = (torch.bfloat16, torch.float32)
 # Elements; whole vectors and not, one block of threads and many, up to the buffer in float32.
@@ -43,40 +44,32 @@ SHIFTS = (0, 1, 8)
 TURNS = 8
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """Private, for the dumps."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-def run(
-    stand: Places,
-    function: Callable[..., Any],
-    folder: Path,
-    routes: str,
-    *arguments: object,
-    more: dict[str, str | None] | None = None,
-    limit_s: float = LIMIT_S,
-) -> list[Any]:
-    """Run ``function`` on the ranks, on FlagCX with ``routes``."""
-    common = {
+def environment(stand: Places, rank: int, folder: str, limit_s: float = LIMIT_S) -> dict[str, str | None]:
+    """Of a rank on FlagCX, whose routes :func:`routed` adds; ``folder`` is for the dumps."""
+    return {
         "SGLANG_FL_DIST_BACKEND": "flagcx",
         "FLAGCX_PATH": os.environ["FLAGCX_PATH"],
         "SGLANG_FL_COMM_MODE": "fastest",
-        "SGLANG_FL_COMM_ROUTES": routes,
-        "SGLANG_FL_COMM_DUMP_DIR": str(folder),
+        "SGLANG_FL_COMM_DUMP_DIR": folder,
         "SGLANG_FL_COMM_TIMEOUT_S": f"{limit_s}",
         SHARED_DEVICES: "1" if stand.is_shared else None,
-        **(more or {}),
+        **stand.environment(rank),
     }
 
-    def environment(rank: int) -> dict[str, str | None]:
-        return {**common, **stand.environment(rank)}
 
-    return run_ranks(
-        function, stand.world_size, *arguments, env=environment, start_method="spawn", timeout_s=START_AND_RUN_S
-    )
+def routed(routes: str) -> dict[str, str]:
+    """What a test has of its own."""
+    return {"SGLANG_FL_COMM_ROUTES": routes}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Two ranks for all tests that leave them alive: each makes new groups, on symmetric memory that they share."""
+    stand = places(2)
+    with tempfile.TemporaryDirectory() as folder:
+        made = RankPool(stand.world_size, lambda rank: environment(stand, rank, folder), TASK_S)
+        yield made
+        made.close()
 
 
 def group_of(context: RankContext) -> CommunicatorFL:
@@ -158,10 +151,10 @@ def sums(context: RankContext, way: str, is_registered: bool) -> list[str]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_registered", [False, True], ids=["ordinary", "registered"])
-def test_sums(two_places: Places, folder: Path, way: str, is_registered: bool) -> None:
+def test_sums(two_places: Places, pool: RankPool, way: str, is_registered: bool) -> None:
     """Given tensors of its dtypes, any length and offset, when they are summed, then values are exact, neighbours
     and arguments stay, and the route carries them; other dtypes and longer ones go to the group's backend."""
-    assert run(two_places, sums, folder, f"all_reduce={way}:{BUFFER}", way, is_registered) == [[], []]
+    assert pool.run(sums, way, is_registered, env=routed(f"all_reduce={way}:{BUFFER}")) == [[], []]
 
 
 def registered(context: RankContext, beyond: str) -> list[str]:
@@ -186,17 +179,18 @@ def registered(context: RankContext, beyond: str) -> list[str]:
     if wanted != {beyond: len(LARGER_COUNTS) * TURNS, "flagcx": TURNS}:
         wrong.append(f"carried: {wanted}")
     dist.barrier()
+    group.destroy()
     # Ranks that share a GPU are hosts of their own to NCCL, which has symmetric windows within a host.
     return [*wrong, *(memory.notes if torch.cuda.device_count() >= size else ())]
 
 
 @pytest.mark.parametrize("beyond", [TWO_SHOT, PULL])
-def test_sums_of_registered_memory(two_places: Places, folder: Path, beyond: str) -> None:
+def test_sums_of_registered_memory(two_places: Places, pool: RankPool, beyond: str) -> None:
     """Given tensors of registered memory, when they are summed with new data, then values are exact and in place, by
     FlagCX up to its limit and by another route, in several steps too, beyond; FlagCX has the block as a window (else
     the note is shown)."""
     routes = f"all_reduce=flagcx:128KiB@registered|{beyond}@registered"
-    assert run(two_places, registered, folder, routes, beyond) == [[], []]
+    assert pool.run(registered, beyond, env=routed(routes)) == [[], []]
 
 
 def windows_alone(context: RankContext) -> list[str]:
@@ -209,12 +203,13 @@ def windows_alone(context: RankContext) -> list[str]:
         if not torch.equal(group.all_reduce(tensor), total(tensor.numel(), tensor.dtype, context.world_size, turn)):
             wrong.append(f"turn {turn}: {tensor[:4].tolist()}")
     dist.barrier()
+    group.destroy()
     return wrong
 
 
-def test_memory_of_flagcx_alone(two_places: Places, folder: Path) -> None:
+def test_memory_of_flagcx_alone(two_places: Places, pool: RankPool) -> None:
     """Given a route that registered memory takes on FlagCX alone, then the memory is FlagCX's, and values are exact."""
-    assert run(two_places, windows_alone, folder, "all_reduce=flagcx@registered") == [[], []]
+    assert pool.run(windows_alone, env=routed("all_reduce=flagcx@registered")) == [[], []]
 
 
 # --- graphs and streams ---
@@ -243,15 +238,16 @@ def captured(context: RankContext, is_registered: bool) -> list[str]:
         if not torch.equal(twice, expected):
             wrong.append(f"turn {turn}: {twice[:4].tolist()}, not {expected[:4].tolist()}")
     dist.barrier()
+    group.destroy()
     return wrong
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_registered", [False, True], ids=["ordinary", "registered"])
-def test_graphs(two_places: Places, folder: Path, way: str, is_registered: bool) -> None:
+def test_graphs(two_places: Places, pool: RankPool, way: str, is_registered: bool) -> None:
     """Given a graph with two sums, each of what the one before gave, when it is replayed with new data, then values
     are exact."""
-    assert run(two_places, captured, folder, f"all_reduce={way}", is_registered) == [[], []]
+    assert pool.run(captured, is_registered, env=routed(f"all_reduce={way}")) == [[], []]
 
 
 def on_two_streams(context: RankContext) -> list[str]:
@@ -273,13 +269,14 @@ def on_two_streams(context: RankContext) -> list[str]:
         if not torch.equal(tensor, total(count, tensor.dtype, context.world_size, turn))
     ]
     dist.barrier()
+    group.destroy()
     return wrong
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_streams_share_the_buffer(two_places: Places, folder: Path, way: str) -> None:
+def test_two_streams_share_the_buffer(two_places: Places, pool: RankPool, way: str) -> None:
     """Given calls on two streams in turns, when nothing else orders them, then each sum is exact."""
-    assert run(two_places, on_two_streams, folder, f"all_reduce={way}:{BUFFER}") == [[], []]
+    assert pool.run(on_two_streams, env=routed(f"all_reduce={way}:{BUFFER}")) == [[], []]
 
 
 # --- what goes wrong ---
@@ -289,13 +286,15 @@ def routes_in_words(context: RankContext) -> tuple[str, ...]:
     """Of a group."""
     group = group_of(context)
     dist.barrier()
+    group.destroy()
     return group.routes
 
 
-def test_ranks_on_one_gpu_are_refused(two_places: Places, folder: Path) -> None:
+def test_ranks_on_one_gpu_are_refused(two_places: Places, pool: RankPool) -> None:
     """Given ranks on one GPU and torch not told to take them, then all leave the route out with the same reason; with
     a GPU each, the route is there."""
-    for words in run(two_places, routes_in_words, folder, "all_reduce=symm_two_shot", more={SHARED_DEVICES: None}):
+    told = {**routed("all_reduce=symm_two_shot"), SHARED_DEVICES: None}
+    for words in pool.run(routes_in_words, env=told):
         if two_places.is_shared:
             assert "global ranks 0 and 1 are on the same GPU; for a trial set" in words[1]
         else:
@@ -317,12 +316,16 @@ def lose_a_peer(context: RankContext) -> float:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_call_without_its_peer_ends_the_process(
-    two_places: Places, folder: Path, way: str, capfd: pytest.CaptureFixture[str]
+    two_places: Places, tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Given rank 1 killed, when rank 0 sums, then it ends with code 71, names the call and rank 1, and never returns
     a value: the kernel would wait for ever."""
+
+    def of(rank: int) -> dict[str, str | None]:
+        return {**environment(two_places, rank, str(tmp_path), limit_s=5.0), **routed(f"all_reduce={way}")}
+
     with pytest.raises(RanksFailed) as raised:
-        run(two_places, lose_a_peer, folder, f"all_reduce={way}", limit_s=5.0)
+        run_ranks(lose_a_peer, 2, env=of, start_method="spawn", timeout_s=START_AND_RUN_S)
     ended = next(failure for failure in raised.value.failures if failure.rank == 0)
     assert ended.kind is FailureKind.EXITED and f"exited with code {EXIT_CODE} " in ended.text, ended.text
     assert raised.value.results[0] is None
