@@ -206,10 +206,12 @@ class SymmetricBackend(Backend):
 
 
 _groups: dict[tuple[tuple[int, ...], str, str], SymmetricGroup] = {}
+_ended: list[SymmetricGroup] = []  # whose process group is gone; peers may still use the blocks
 
 
 def group_of(context: GroupContext) -> SymmetricGroup:
-    """That of the same ranks; groups that are used at the same time have one each. It lives as long as the process.
+    """That of the same ranks; groups that are used at the same time have one each. Its blocks stay for the process's
+    life, it is taken again as long as the process group that it was made for is there.
 
     Raises:
         CommError: where the ranks are, there is no symmetric memory; the same text on all.
@@ -220,8 +222,11 @@ def group_of(context: GroupContext) -> SymmetricGroup:
         raise CommError(reason)
     name = "" if context.shares_communicator else context.name
     key = (context.ranks, str(context.device), name)
-    known = context.exchange("look for symmetric memory of the same ranks", key in _groups)
+    own = _groups.get(key)
+    known = context.exchange("look for symmetric memory of the same ranks", own is not None and own.is_live())
     if not all(known):  # alike on all: a rank that has one would wait for the others in another
+        if own is not None:
+            _ended.append(own)
         _groups[key] = SymmetricGroup(context)
     return _groups[key]
 

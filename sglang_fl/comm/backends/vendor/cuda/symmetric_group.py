@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx.machine import Machine, spread, this_machine
 from sglang_fl.comm.backends.vendor.cuda.stream_order import StreamOrder
@@ -43,6 +44,14 @@ class SymmetricGroup:
         self.kept: dict[int, Any] = {}
         self._staging: dict[str, torch.Tensor] = {}
         self._handles: dict[int, Any] = {}
+
+    def is_live(self) -> bool:
+        """Whether the process group is still there, by whose name torch's operators and exchanges find the ranks."""
+        try:
+            dist.get_process_group_ranks(self._process_group)
+        except KeyError:
+            return False
+        return True
 
     def holds(self, address: int) -> bool:
         """Whether a tensor that begins there lies in a block that was handed out."""
