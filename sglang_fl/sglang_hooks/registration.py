@@ -156,7 +156,12 @@ def count_applied(hooks: Iterable[Hook]) -> int:
 
 
 def foreign(hooks: Iterable[Hook]) -> list[str]:
-    """Other plugins' hooks on the same targets: one around ours may keep calls from us, one beneath is not reached."""
+    """Other plugins' hooks on the same targets: one around ours may keep calls from us, one beneath is not reached.
+
+    ``hooks``: all of ours, since two of them may have one target.
+    """
+    hooks = list(hooks)
+    ours = {id(hook.function) for hook in hooks}
     found = []
     for hook in hooks:
         chain = _wrapping_chain_of(hook)
@@ -164,10 +169,11 @@ def foreign(hooks: Iterable[Hook]) -> list[str]:
         if place is None:
             continue
         found += [
-            f"{hook.target}: {name} lies around ours and decides what reaches it" for name in _names(chain[:place])
+            f"{hook.target}: {name} lies around ours and decides what reaches it"
+            for name in _names(_without(ours, chain[:place]))
         ]
         if hook.kind is HookKind.AROUND:
-            beneath = _names(chain[place + 1 : -1])
+            beneath = _names(_without(ours, chain[place + 1 : -1]))
             found += [f"{hook.target}: {name} lies beneath ours and is not reached" for name in beneath]
     return found
 
@@ -184,6 +190,11 @@ def beneath(hook: Hook) -> Callable[..., Any]:
             found: Callable[..., Any] = inner
             return found
     raise LookupError(f"{hook.target}: SGLang did not apply the hook")
+
+
+def _without(ours: set[int], chain: Iterable[Any]) -> list[Any]:
+    """The wrapping functions that hold none of our hooks."""
+    return [function for function in chain if ours.isdisjoint(map(id, _closure(function)))]
 
 
 def _names(functions: Iterable[Any]) -> list[str]:

@@ -205,6 +205,19 @@ def test_other_plugins_hooks_around_and_beneath_ours_are_named(target: ModuleTyp
     assert "before_us lies beneath ours and is not reached" in beneath
 
 
+def test_two_hooks_of_ours_on_one_target_are_not_another_plugins(target: ModuleType) -> None:
+    """Given two of our hooks on one target, when others' hooks are looked for, then there are none."""
+
+    def first(self: Any, a: int, b: int = 2) -> None:
+        pass
+
+    both = [METHOD, Hook(METHOD.target, first, HookKind.BEFORE)]
+    register(both)
+    apply()
+    assert dead(both) == []
+    assert foreign(both) == []
+
+
 def test_a_hook_that_was_taken_away_again_is_dead(target: ModuleType) -> None:
     """Given a live hook, when something puts the original back, then the hook is reported dead."""
     register([METHOD])
