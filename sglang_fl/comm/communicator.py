@@ -22,7 +22,7 @@ from sglang_fl.comm.dump_signal import watch_signal
 from sglang_fl.comm.dumps import include, write_dump
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
-from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, watch_group
+from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, creation, watch_group
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
@@ -89,11 +89,12 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             dump_on_signal()  # a creation that hangs can be looked into as well
         context = begin(replace(described, shares_communicator=shares_communicator))
         backends, policy = discover_backends().backends, communicator_policy(settings)
-        agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
-        routes: tuple[str, ...] = ()
-        if settings.comm.mode is CommMode.FASTEST:
-            agreed, routes = add_routes(context, agreed, settings.comm.routes, backends, policy)
-        self._bind_group(context, agreed, None, routes)
+        with creation(context):
+            agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
+            routes: tuple[str, ...] = ()
+            if settings.comm.mode is CommMode.FASTEST:
+                agreed, routes = add_routes(context, agreed, settings.comm.routes, backends, policy)
+            self._bind_group(context, agreed, None, routes)
 
     @classmethod
     def from_agreed(

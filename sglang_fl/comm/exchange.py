@@ -5,11 +5,15 @@ stopped, a call to it never returns, so the talking is done by a thread that can
 
 How an exchange ended is one value in the store, which the first rank sets that saw all come or gave up waiting. So it
 ends alike on all ranks: one that comes late hears that it was given up, and does not take old values for an answer.
+
+What belongs to one creation of a group is told from what belongs to the next one by the creation's number. On that the
+ranks agree as they meet, since none of them can know how often the others have tried.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import threading
 import time
@@ -21,6 +25,7 @@ from weakref import WeakKeyDictionary
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.processes import Process, State, this_process
 
+logger = logging.getLogger("sglang_fl.comm")
 LATE_LIMIT_S = 0.5  # for ranks that are only late, while another is missing
 _ANSWER_LIMIT_S = 0.5
 _LONGEST_PAUSE_S = 0.02
@@ -38,6 +43,79 @@ _DONE = b"done"
 PROCESSES: dict[int, Process] = {}
 
 
+class Creation:
+    """One creation of a group: its ranks meet under its number, then and as long as the group lives."""
+
+    def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.ranks = ranks
+        self._number = 0
+        self._is_joined = False
+
+    @property
+    def number(self) -> int:
+        """From 1, and the same on all ranks once they have exchanged anything; 0 before."""
+        return self._number
+
+    def begin(self) -> None:
+        """Take the number that comes next here; local and idempotent."""
+        if not self._number:
+            self._number = _count((self.group, self.ranks))
+
+    def join(self, store: Any) -> None:
+        """Take the number under which the others are, where this rank was not there when they gave up; idempotent."""
+        if self._is_joined:
+            return
+        while store.check([self._key("over")]) and store.check([self._key("begun", self._number + 1)]):
+            self._number = _count((self.group, self.ranks))
+        store.set(self._key("begun"), "begun")
+        self._is_joined = True
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the ranks that may still be in the creation that this one has left it with ``error``.
+
+        Takes half a second at most, whatever the store does.
+        """
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        if not dist.is_initialized():
+            return  # nobody was met
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        word = json.dumps([dist.get_rank(), reason])
+        self.begin()
+        FAILED.append(f"creation of {self.group}")
+
+        def tell(store: Any) -> None:
+            try:
+                self.join(store)
+                store.compare_set(self._key("over"), "", word)
+            except RuntimeError as problem:  # the store went with the process that held it
+                logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
+
+        talk = threading.Thread(target=tell, args=(_get_default_store(),), name="sglang_fl-give-up", daemon=True)
+        try:
+            talk.start()
+        except RuntimeError as problem:  # no thread can be started: the others find out at their limit
+            logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
+            return
+        talk.join(_ANSWER_LIMIT_S)
+
+    def given_up(self, store: Any) -> tuple[int, str] | None:
+        """Which rank has told that it gave up, and why; None if none has."""
+        if not store.check([self._key("over")]):
+            return None
+        rank, reason = json.loads(store.get(self._key("over")))
+        return rank, reason
+
+    def place(self) -> str:
+        """What the keys of its exchanges begin with."""
+        return f"sglang_fl/{self.group}/{list(self.ranks)}/{self._number}"
+
+    def _key(self, word: str, number: int = 0) -> str:
+        return f"sglang_fl/{self.group}/{list(self.ranks)}/{number or self._number}/{word}"
+
+
 @dataclass
 class Exchange:
     """One exchange of one group, from the view of one rank. All of ``ranks`` must run it.
@@ -47,6 +125,7 @@ class Exchange:
         stage: what is exchanged; in keys and errors.
         limit_s: within which all must have come, seconds.
         whole_limit_s: where that is what is left of a longer one, as of a creation with several steps, this one.
+        creation: the group's; None where it belongs to none.
     """
 
     group: str
@@ -55,9 +134,11 @@ class Exchange:
     stage: str
     limit_s: float
     whole_limit_s: float = 0.0
+    creation: Creation | None = None
     _values: list[Any] | None = None
     _missing: list[int] | None = None
     _given_up_by: int | None = None
+    _reason: str = ""
     _problem: str = ""
     _is_over: bool = False
     _keys: list[str] = field(default_factory=list)
@@ -67,15 +148,13 @@ class Exchange:
         """Every rank's ``value`` in group order.
 
         Raises:
-            AgreementError: a rank did not come within the limit, or its process has ended; names it. Or this rank came
-                after another had given the exchange up; names that one.
+            AgreementError: a rank did not come within the limit, its process has ended or it has left the creation with
+                an error; names it. Or this rank came after another had given the exchange up; names that one.
         """
         from torch.distributed.distributed_c10d import _get_default_store
 
-        turn = _turn((self.group, self.ranks, self.stage))
-        place = f"sglang_fl/{self.group}/{list(self.ranks)}/{self.stage}/{turn}"
-        self._keys = [f"{place}/{rank}" for rank in self.ranks]
-        self._end_key = f"{place}/end"
+        if self.creation is not None:
+            self.creation.begin()
         talk = threading.Thread(
             target=self._talk, args=(_get_default_store(), value), name="sglang_fl-exchange", daemon=True
         )
@@ -90,6 +169,7 @@ class Exchange:
 
     def _talk(self, store: Any, value: Any) -> None:
         try:
+            self._find_place(store)
             store.set(self._keys[self.rank], pickle.dumps((this_process(), value)).hex())
             self._missing = self._ended(store, self._wait(store))
             if not self._missing and not self._is_over:
@@ -99,22 +179,35 @@ class Exchange:
         except RuntimeError as error:  # the store went with the process that held it
             self._problem = str(error).strip().partition("\n")[0] or type(error).__name__
 
+    def _find_place(self, store: Any) -> None:
+        if self.creation is None:
+            group = f"sglang_fl/{self.group}/{list(self.ranks)}"
+        else:
+            self.creation.join(store)
+            group = f"{self.creation.place()}/{list(self.ranks)}"
+        place = f"{group}/{self.stage}"
+        place += f"/{_count(place)}"
+        self._keys = [f"{place}/{rank}" for rank in self.ranks]
+        self._end_key = f"{place}/end"
+
     def _ended(self, store: Any, missing: list[int]) -> list[int]:
         """The ranks for want of which the exchange is given up on all ranks; the first word on it counts."""
         own = self.ranks[self.rank]
         word = _DONE
         if missing or self._is_over:
-            word = json.dumps([own, missing]).encode()
+            word = json.dumps([own, missing, self._reason]).encode()
         found = store.compare_set(self._end_key, "", word.decode())
         if found == _DONE:
             return []
-        self._given_up_by, named = json.loads(found)
+        self._given_up_by, named, self._reason = json.loads(found)
+        if self._reason:
+            return list(named)
         return missing or named or [self._given_up_by]
 
     def _wait(self, store: Any) -> list[int]:
         """The ranks that do not come: those whose processes have ended, or else all that are missing at the limit.
 
-        None where another rank has given it up.
+        Or the one that has left the creation. None where another rank has given the exchange up.
         """
         now_s = time.monotonic()
         deadline_s, lookout_s, pause_s = now_s + self.limit_s, now_s + _LOOKOUT_S, 0.0005
@@ -124,10 +217,14 @@ class Exchange:
                 return self._late(store, now_s + min(LATE_LIMIT_S, self.limit_s))
             if now_s > lookout_s:
                 lookout_s = now_s + _LOOKOUT_S
+                left = None if self.creation is None else self.creation.given_up(store)
                 ended = [rank for rank in self.ranks if is_gone(rank)]
                 lost = [rank for rank in self._absent(store) if rank in ended]
                 if lost or store.check([self._end_key]):
                     return lost
+                if left is not None:
+                    self._reason = left[1]
+                    return [left[0]]
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return []
@@ -145,6 +242,11 @@ class Exchange:
     def _text(self, waited_s: float) -> str:
         missing, own = self._missing, self.ranks[self.rank]
         head = f"group {self.group}, global rank {own} of {list(self.ranks)}:"
+        if missing and self._reason:
+            return (
+                f"{head} '{self.stage}' failed on all ranks: global rank {missing[0]} has left the creation of the "
+                f"group with {self._reason.rstrip('.')}. Mend that; then the group can be made again."
+            )
         if missing and own in missing:
             return (
                 f"{head} it came to '{self.stage}' after global rank {self._given_up_by} had given up waiting for "
@@ -189,13 +291,13 @@ def is_gone(rank: int) -> bool:
     return state_of(rank) is State.GONE
 
 
-# How often this process has been at a stage of a group, since torch.distributed was initialised: equal on its ranks.
-_turns: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
+# How often this process has been at a place, since torch.distributed was initialised.
+_counts: WeakKeyDictionary[Any, Counter[Any]] = WeakKeyDictionary()
 
 
-def _turn(stage: tuple[str, tuple[int, ...], str]) -> int:
+def _count(place: Any) -> int:
     import torch.distributed as dist
 
-    turns = _turns.setdefault(dist.group.WORLD, Counter())
-    turns[stage] += 1
-    return turns[stage]
+    counts = _counts.setdefault(dist.group.WORLD, Counter())
+    counts[place] += 1
+    return counts[place]

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.exchange import Exchange
+from sglang_fl.comm.exchange import Creation, Exchange
 from sglang_fl.selection import Availability, Kind
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class GroupContext:
         operation_timeout_s: limit for each call once the group is made, seconds.
         creation_ends_s: when the creation under way must be done, as of ``time.monotonic()``; None outside of one.
         watch: called with each recorder before its first call, also with those that come with a first transfer.
+        creation: the one under way, or by which the group was made; None for a group that is only described.
     """
 
     name: str
@@ -74,6 +75,7 @@ class GroupContext:
     operation_timeout_s: float = 600.0
     creation_ends_s: float | None = None
     watch: Callable[[Recorder], None] = field(default=_unwatched, compare=False)
+    creation: Creation | None = field(default=None, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -84,7 +86,8 @@ class GroupContext:
         """The same group at the beginning of its creation, from which ``timeout_s`` counts; as it is if begun."""
         if self.creation_ends_s is not None:
             return self
-        return replace(self, creation_ends_s=time.monotonic() + self.timeout_s)
+        creation = self.creation or Creation(self.name, self.ranks)
+        return replace(self, creation_ends_s=time.monotonic() + self.timeout_s, creation=creation)
 
     def left_s(self) -> float:
         """What is left for the next step of the creation under way, seconds; always a moment, outside all of it."""
@@ -101,10 +104,11 @@ class GroupContext:
         """Every rank's ``value`` in group order. All ranks of the group must call it.
 
         Raises:
-            AgreementError: a rank did not arrive within what is left of the creation, or its process has ended; names
-                group, stage and that rank.
+            AgreementError: a rank did not arrive within what is left of the creation, its process has ended or it has
+                left the creation with an error; names group, stage and that rank.
         """
-        return Exchange(self.name, self.ranks, self.rank, stage, self.left_s(), self.timeout_s).run(value)
+        exchange = Exchange(self.name, self.ranks, self.rank, stage, self.left_s(), self.timeout_s, self.creation)
+        return exchange.run(value)
 
 
 @dataclass(frozen=True)

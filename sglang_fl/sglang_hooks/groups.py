@@ -20,7 +20,7 @@ from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.memory import in_words
-from sglang_fl.comm.monitor import begin
+from sglang_fl.comm.monitor import begin, creation
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.replays import GraphReplays
 from sglang_fl.comm.sizes import add_routes, settings_to_agree_on
@@ -175,9 +175,10 @@ class Groups:
         context = begin(replace(context, shares_communicator="pdmux" not in coordinator.unique_name))
         policy = communicator_policy(self.settings)
         also_equal = settings_to_agree_on(self.settings.comm)
-        agreed = agree(context, discover_backends().backends, policy, self.native_kinds, also_equal)
-        record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)
-        self._hang(coordinator, context, agreed, record)
+        with creation(context):
+            agreed = agree(context, discover_backends().backends, policy, self.native_kinds, also_equal)
+            record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)
+            self._hang(coordinator, context, agreed, record)
 
     def _hang(self, coordinator: Any, context: GroupContext, agreed: Agreed, record: GroupRecord) -> None:
         if agreed.transport is None:

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from sglang_fl.comm.errors import AgreementError
-from sglang_fl.comm.exchange import Exchange
+from sglang_fl.comm.exchange import Creation, Exchange
 from sglang_fl.testing.ranks import RankContext, run_ranks
 
 ENDLESS_S = 600.0  # longer than a test may run: what ends before does not end by this limit
@@ -106,3 +106,56 @@ def test_who_waits_hears_that_another_gave_up() -> None:
     for text in (first, second):
         assert "global rank(s) [2] did not reach 'swap'" in text
     assert "global rank 2 of [0, 1, 2]: it came to 'swap' after global rank 0 had given up waiting for [2]" in third
+
+
+def creation_of(context: RankContext, limit_s: float) -> tuple[Creation, Exchange]:
+    """A new creation of the group of all ranks, and its first exchange."""
+    ranks = tuple(range(context.world_size))
+    creation = Creation("tp:0", ranks)
+    return creation, Exchange("tp:0", ranks, context.rank, "swap", limit_s, creation=creation)
+
+
+def away(context: RankContext) -> tuple[list[str], int]:
+    """Ranks 0 and 1 give a creation up for want of rank 2, and are in the next one before rank 2 comes."""
+    store = context.store("away")
+    if context.rank < 2:
+        creation, exchange = creation_of(context, 0.5)
+        with pytest.raises(AgreementError) as raised:
+            exchange.run("old")
+        creation.give_up(raised.value)
+    creation, exchange = creation_of(context, ENDLESS_S)
+    if context.rank == 2:
+        store.get("begun again")
+    elif context.rank == 1:
+        threading.Timer(1.0, store.set, ("begun again", "1")).start()
+    return exchange.run(f"new {context.rank}"), creation.number
+
+
+def test_a_rank_joins_the_creation_in_which_the_others_wait() -> None:
+    """Given a creation that two ranks gave up for want of the third, when they are in another one and the third comes
+    for the first time, then it meets them there, and all have the same number of it."""
+    values = ["new 0", "new 1", "new 2"]
+    assert run_ranks(away, 3) == [(values, 2)] * 3
+
+
+def gives_up(context: RankContext) -> tuple[str, list[str], int]:
+    """Rank 1 leaves a creation with an error in the place of its exchange; then both try again."""
+    creation, exchange = creation_of(context, ENDLESS_S)
+    text = ""
+    if context.rank == 1:
+        creation.give_up(MemoryError("no room"))
+    else:
+        with pytest.raises(AgreementError) as raised:
+            exchange.run("old")
+        text = str(raised.value)
+        creation.give_up(raised.value)
+    creation, exchange = creation_of(context, ENDLESS_S)
+    return text, exchange.run(f"new {context.rank}"), creation.number
+
+
+def test_who_waits_hears_that_another_left_the_creation() -> None:
+    """Given rank 1 that leaves a creation with an error, then rank 0, which waits without a limit, hears of it with the
+    error's words, and both meet in the next one."""
+    (text, *now), (_, *now_too) = run_ranks(gives_up, 2)
+    assert "'swap' failed on all ranks: global rank 1 has left the creation of the group with MemoryError: no" in text
+    assert now == now_too == [["new 0", "new 1"], 2]

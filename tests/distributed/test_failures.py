@@ -117,6 +117,40 @@ def test_a_group_without_the_lost_rank_goes_on(backend: dict[str, str]) -> None:
     assert re.search(r"group b:0 .* global rank 2 \(process \d+ on .*\) was killed or crashed", text), text
 
 
+def _same_name(context: RankContext) -> str:
+    """Two groups of one name; a call of the first fails, and one of the other takes long after that."""
+    first, second = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3]))
+    own, ranks = (first, [0, 1]) if context.rank < 2 else (second, [2, 3])
+    group = CommunicatorFL(
+        cpu_group=own, device_group=own, device="cpu", ranks=ranks, name="tp:0", operation_timeout_s=LIMIT_S
+    )
+    group.all_reduce(torch.ones(1))
+    store = context.store("failed")
+    if context.rank == 0:
+        error, _ = _failure(group.all_reduce, torch.ones(4))
+        store.set("failed", "1")
+        store.get("done")
+        return str(error)
+    if context.rank == 1:
+        store.get("done")
+        return ""
+    store.get("failed")
+    for _ in range(2):
+        if context.rank == 3:
+            time.sleep(1.0)  # looked into on rank 2, and within the limit
+        group.all_reduce(torch.ones(4))
+    store.set("done", "1")
+    return "goes on"
+
+
+def test_a_group_of_the_same_name_and_other_ranks_goes_on(backend: dict[str, str]) -> None:
+    """Given two groups of one name, as SGLang's TP groups are, when a call of one of them fails, then the other group's
+    slow calls complete."""
+    failed, _, *healthy = run_ranks(_same_name, 4, env=backend)
+    assert "global rank 0 of [0, 1]" in failed and "did not complete within" in failed
+    assert healthy == ["goes on"] * 2
+
+
 def _on_the_cpu_group(context: RankContext, method: str) -> list[str]:
     group, store = _group(context), context.store("done")
     call = {"barrier": group.barrier, "broadcast_object_list": lambda: group.broadcast_object_list([1], src=1)}[method]

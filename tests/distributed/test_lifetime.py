@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from sglang_fl.comm.backends.flagcx import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.transport import FlagCXBackend
+from sglang_fl.comm.backends.torch_dist import TorchBackend
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import AgreementError, CommError
+from sglang_fl.comm.monitor import MONITOR
 from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
 from tests.distributed.groups import call_everything, communicator_of_all, group_of, world
 
@@ -74,6 +77,45 @@ def test_a_rank_that_dies_in_creation_is_named(owner: type, method: str, hostcx:
     )
     for rank, text in enumerate(texts[:2]):
         assert f"group tp:0, global rank {rank} of [0, 1, 2]: global rank(s) [2] did not reach '" in text
+
+
+class _OwnError(Exception):
+    """Of no kind that is foreseen."""
+
+
+def _made_again(context: RankContext, kind: type[BaseException]) -> tuple[str, float, list[str]]:
+    """Rank 1 cannot create the group the first time; both make it again."""
+    error: BaseException | None = None
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 1:
+            patch.setattr(TorchBackend, "create", _raiser(kind("planted")))
+        try:
+            communicator_of_all(context, ENDLESS_S)
+        except (AgreementError, kind) as raised:
+            error = raised
+    group = communicator_of_all(context, ENDLESS_S)
+    total = float(group.all_reduce(torch.ones(1)).item())
+    keys = {entry.key for entry in MONITOR.watched() if entry.recorder in group.recorders()}
+    return f"{type(error).__name__}: {error}", total, sorted(keys)
+
+
+def _raiser(error: BaseException) -> Callable[..., None]:
+    def create(*_: object) -> None:
+        raise error
+
+    return create
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, _OwnError, KeyboardInterrupt])
+def test_a_group_can_be_made_again(kind: type[BaseException]) -> None:
+    """Given a creation that one rank has left with an error, then the other rank hears of it at once, not at its limit;
+    made again, the group works, and the ranks' monitors call each of its recorders the same."""
+    results = run_ranks(_made_again, 2, kind, env={"SGLANG_FL_DIST_BACKEND": "torch"})
+    (heard, *_), (own, *_) = results
+    assert "global rank 1" in heard and f"{kind.__name__}: planted" in heard
+    assert "planted" in own and "given up waiting" not in own
+    assert [total for _, total, _ in results] == [2.0, 2.0]
+    assert results[0][2] == results[1][2] != []
 
 
 def _outside(context: RankContext) -> None:

@@ -213,7 +213,7 @@ def test_of_two_recorders_on_a_stream_the_one_in_flight_is_named(
         in text
     )
     assert "reduce_scatter" not in text
-    assert sorted(process.board.told) == [f"tp:0 {name}#1" for name in sorted(order)]
+    assert sorted(process.board.told) == [f"tp:0 {name} [0, 1] 0" for name in sorted(order)]
 
 
 @pytest.mark.parametrize("watched_first", [0, 1])
@@ -323,7 +323,7 @@ def test_at_the_limit_the_call_that_a_peer_has_not_entered_is_named(
     entered.call("all_reduce", stream, is_done=False)
     process = Process(monkeypatch, [[skipped, entered], [entered, skipped]][watched_first])
     process.limit_s = 2.0
-    process.peers.elsewhere = {"tp:0 flagcx#1": (Missing(1, Absence.ELSEWHERE),)}
+    process.peers.elsewhere = {"tp:0 flagcx [0, 1] 0": (Missing(1, Absence.ELSEWHERE),)}
     text = process.look(20)
     assert text.startswith("group tp:0 flagcx, global rank 0 of [0, 1]: call number 1, all_gather float32[8] was not ")
     assert "was not seen to complete within 2 s: global rank 1 is alive and has not entered the call" in text
@@ -421,7 +421,7 @@ def test_a_rank_that_is_told_says_whether_it_is_in_a_call(monkeypatch: pytest.Mo
     process = Process(monkeypatch, [recorder])
     assert process.look() == ""
     stuck = Stuck("tp:0 flagcx", (0, 1, 2), "number 2, all_reduce float32[8]", "model.py:3 forward", 600.0, 1.0)
-    process.board.verdicts["tp:0 flagcx#1"] = as_told(to_tell(Verdict(2, stuck, (KILLED,))))
+    process.board.verdicts["tp:0 flagcx [0, 1] 0"] = as_told(to_tell(Verdict(2, stuck, (KILLED,))))
     text = process.look()
     idle = (
         "no call of it was under way here, but it cannot go on; on the rank that found it: call number 2, all_reduce "

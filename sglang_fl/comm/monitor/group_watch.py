@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from sglang_fl.comm.exchange import Creation
 from sglang_fl.comm.monitor.monitor import MONITOR
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext
@@ -20,11 +21,13 @@ class GroupWatch:
         name: of the group.
         limit_s: for an operation, seconds.
         creation_limit_s: for a call while the group is being created, seconds.
+        creation: the one by which it is made; None where it needed none.
     """
 
     name: str
     limit_s: float
     creation_limit_s: float
+    creation: Creation | None = None
     _made: list[Recorder] = field(default_factory=list)
     _has_ended: bool = False
     _recorders: weakref.ref[Callable[[], tuple[Recorder, ...]]] | None = None
@@ -35,6 +38,7 @@ class GroupWatch:
             return
         if self._recorders is None:
             self._made.append(recorder)
+        self._name(recorder)
         MONITOR.notice(recorder, self.operation_limit_s())
 
     def created(self, recorders: Callable[[], tuple[Recorder, ...]]) -> None:
@@ -48,10 +52,15 @@ class GroupWatch:
 
     def recorders(self) -> tuple[Recorder, ...]:
         """Those of the group now; more may come with the first transfer between two ranks."""
-        if self._recorders is None:
-            return tuple(self._made)
-        method = self._recorders()
-        return () if method is None else tuple(method())
+        method = (lambda: tuple(self._made)) if self._recorders is None else self._recorders()
+        found = () if method is None else tuple(method())
+        for recorder in found:
+            self._name(recorder)
+        return found
+
+    def _name(self, recorder: Recorder) -> None:
+        # A shared one keeps the name by the group that made it, the first that tells of it.
+        MONITOR.made_in(recorder, 0 if self.creation is None else self.creation.number)
 
     def operation_limit_s(self) -> float:
         """What holds for a call now."""
@@ -62,12 +71,13 @@ def begin(context: GroupContext) -> GroupContext:
     """The same group at the beginning of its creation, watched from now on; one that has begun stays as it is."""
     if context.creation_ends_s is not None:
         return context
-    return replace(context.begun(), watch=watch_group(context))
+    begun = context.begun()
+    return replace(begun, watch=watch_group(begun))
 
 
 def watch_group(context: GroupContext) -> GroupWatch:
     """``context``'s group under watch, as long as the returned object lives; with one rank there is nothing to see."""
-    watch = GroupWatch(context.name, context.operation_timeout_s, context.timeout_s)
+    watch = GroupWatch(context.name, context.operation_timeout_s, context.timeout_s, context.creation)
     if context.records and context.world_size > 1:
         MONITOR.watch(watch)
     return watch
@@ -75,10 +85,14 @@ def watch_group(context: GroupContext) -> GroupWatch:
 
 @contextmanager
 def creation(context: GroupContext) -> Iterator[GroupContext]:
-    """Around a creation, or a part of one that has begun."""
+    """Around a creation, or a part of one that has begun: an error that leaves it on one rank is told to the others."""
     begun = begin(context)
     try:
         yield begun
+    except BaseException as error:
+        if begun.creation is not None and begun.world_size > 1:
+            begun.creation.give_up(error)
+        raise
     finally:
         if begun is not context and isinstance(begun.watch, GroupWatch):
             begun.watch.ended()

@@ -105,6 +105,16 @@ class Monitor:
             if self._thread is not None and recorder not in self._watched:
                 self._watched[recorder] = self._new(recorder, min(limit_s, recorder.limit_s))
 
+    def made_in(self, recorder: Recorder, creation: int) -> str:
+        """What names ``recorder`` alike on all its ranks, for good: ``creation`` is the number of its group's, or 0."""
+        with self._changing:
+            if recorder not in self._keys:
+                key = f"{recorder.name} {list(recorder.ranks)} {creation}"
+                # Recorders of one creation are made in the same order on all their ranks.
+                self._names[key] += 1
+                self._keys[recorder] = key if self._names[key] == 1 else f"{key}#{self._names[key]}"
+            return self._keys[recorder]
+
     def watched(self) -> list[Watched]:
         """What is watched now."""
         with self._changing:
@@ -202,11 +212,7 @@ class Monitor:
             del self._given_up[next(iter(self._given_up))]
 
     def _new(self, recorder: Recorder, limit_s: float) -> Watched:
-        key = self._keys.get(recorder)
-        if key is None:
-            # Groups are made in the same order on all their ranks, so that the number is the same there.
-            self._names[recorder.name] += 1
-            key = self._keys[recorder] = f"{recorder.name}#{self._names[recorder.name]}"
+        key = self.made_in(recorder, 0)
         self._given_up.pop(key, None)
         watched = Watched(recorder, key, limit_s)
         recorder.explainer = partial(self._explain, watched)
