@@ -80,6 +80,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
 
         Raises:
             AgreementError: a rank is missing, the ranks' settings differ, or no backend works on all of them.
+            ValueError: a limit is no number of seconds from a millisecond to a year.
         """
         settings = settings or load_settings(platform=detect_platform())
         described = group_context(
@@ -287,7 +288,12 @@ def group_context(
     timeout_s: float | None = None,
     operation_timeout_s: float | None = None,
 ) -> GroupContext:
-    """One rank's view of a group; ``ranks`` are global ranks in group order. Limits left out are the settings'."""
+    """One rank's view of a group; ``ranks`` are global ranks in group order. Limits left out are the settings'.
+
+    Raises:
+        CommError: this rank is not among them.
+        ValueError: a limit is no number of seconds from a millisecond to a year.
+    """
     MONITOR.dump_folder = settings.comm.dump_dir
     rank = torch.distributed.get_rank()
     if rank not in ranks:
@@ -300,7 +306,12 @@ def group_context(
         device_group=device_group,
         cpu_group=cpu_group,
         timeout_s=settings.comm.create_timeout_s if timeout_s is None else timeout_s,
-        operation_timeout_s=operation_timeout_s or settings.comm.timeout_s or OPERATION_TIMEOUT_S,
+        operation_timeout_s=_operation_limit_s(settings) if operation_timeout_s is None else operation_timeout_s,
         options={"flagcx_path": str(settings.comm.flagcx_path or "")},
         records=settings.comm.record,
     )
+
+
+def _operation_limit_s(settings: Settings) -> float:
+    own = settings.comm.timeout_s
+    return OPERATION_TIMEOUT_S if own is None else own

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.dumps import include, known_recorders
+from sglang_fl.comm.limits import checked_limit
 from sglang_fl.comm.marks import raw_stream_of
 from sglang_fl.comm.monitor import MONITOR
 from sglang_fl.comm.recorder import Recorder
@@ -138,8 +139,12 @@ def watch_graphs(limit_s: float = 600.0) -> GraphReplays:
 
     Replaces three methods of ``torch.cuda.CUDAGraph`` in this process; idempotent. A replay that is not done within
     ``limit_s`` seconds ends the process with code 71, as any call on a device.
+
+    Raises:
+        ValueError: the limit is no number of seconds from a millisecond to a year.
     """
     global _watching
+    checked_limit("limit_s", limit_s)
     if _watching is None:
         import torch
 

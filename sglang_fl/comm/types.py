@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import Creation, Exchange
+from sglang_fl.comm.limits import checked_limit
 from sglang_fl.selection import Availability, Kind
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ class GroupContext:
         creation_ends_s: when the creation under way must be done, as of ``time.monotonic()``; None outside of one.
         watch: called with each recorder before its first call, also with those that come with a first transfer.
         creation: the one under way, or by which the group was made; None for a group that is only described.
+
+    Raises:
+        ValueError: a limit is no number of seconds from a millisecond to a year.
     """
 
     name: str
@@ -76,6 +80,10 @@ class GroupContext:
     creation_ends_s: float | None = None
     watch: Callable[[Recorder], None] = field(default=_unwatched, compare=False)
     creation: Creation | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "operation_timeout_s"):
+            checked_limit(name, getattr(self, name))
 
     @property
     def world_size(self) -> int:

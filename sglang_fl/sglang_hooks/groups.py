@@ -19,6 +19,7 @@ from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.ledger import Ledger
+from sglang_fl.comm.limits import checked_limit
 from sglang_fl.comm.memory import in_words
 from sglang_fl.comm.monitor import begin, creation
 from sglang_fl.comm.policy import communicator_policy
@@ -42,11 +43,15 @@ class HookError(RuntimeError):
 
 
 def _dist_timeout_s() -> float | None:
-    """SGLang's ``--dist-timeout``, seconds; None where it was not given."""
+    """SGLang's ``--dist-timeout``, seconds; None where it was not given.
+
+    Raises:
+        ValueError: it is no time limit.
+    """
     from sglang.srt.distributed import parallel_state
 
     given = parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT
-    return None if given is None else float(given.total_seconds())
+    return None if given is None else checked_limit("--dist-timeout", given.total_seconds())
 
 
 @dataclass

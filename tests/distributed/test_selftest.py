@@ -111,7 +111,7 @@ def test_a_time_limit_that_is_none_is_a_usage_error(limit: str, capsys: pytest.C
     """Given a limit that is no time, then the command line is refused with what is needed."""
     with pytest.raises(SystemExit):
         selftest.parse(["--timeout", limit])
-    assert f"{limit!r} is no time limit; write seconds, more than 0" in capsys.readouterr().err
+    assert f"{limit!r} is no time limit; allowed is a number of seconds from 0.001, such as" in capsys.readouterr().err
 
 
 def test_one_process_needs_no_torchrun() -> None:

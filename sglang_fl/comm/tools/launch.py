@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from sglang_fl.comm.communicator import group_context
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.graph_mixing import prepare
+from sglang_fl.comm.limits import checked_limit
 from sglang_fl.comm.types import GroupContext
 from sglang_fl.config import Settings, load_settings
 from sglang_fl.config.numbers import whole_number
@@ -159,7 +160,9 @@ def launched(device_type: str | None, timeout_s: float, options: Mapping[str, st
 
     Raises:
         LaunchError: see :func:`place_of` and :func:`device_of`.
+        ValueError: the limit is no number of seconds from a millisecond to a year.
     """
+    checked_limit("timeout_s", timeout_s)
     settings = load_settings()
     place = place_of(os.environ)
     kind = device_type or detect_device_type(settings)

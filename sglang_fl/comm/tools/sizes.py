@@ -6,6 +6,7 @@ import argparse
 import reprlib
 
 from sglang_fl.config.numbers import MOST, whole_number
+from sglang_fl.config.value_types import InvalidValueError, Seconds
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -32,15 +33,12 @@ def seconds(text: str) -> float:
     """A time limit on a command line.
 
     Raises:
-        argparse.ArgumentTypeError: no number, or none above 0.
+        argparse.ArgumentTypeError: no number of seconds from a millisecond to a year.
     """
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time limit; write seconds, more than 0")
-    return value
+        return Seconds().from_text(text)
+    except InvalidValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time limit; allowed is {error.allowed}") from error
 
 
 def scan(smallest: int, largest: int, factor: int | None, step: int | None) -> list[int]:
