@@ -143,8 +143,7 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             CollectiveTimeout: they have not all come within the limit; PeerLost: a process is gone.
         """
         self.counts["barrier"] += 1
-        group = self.context.cpu_group
-        self._host_call("barrier", lambda: self._waiting.finish(torch.distributed.barrier(group=group, async_op=True)))
+        self._host_call("barrier", lambda: self._waiting.run(torch.distributed.barrier))
 
     def recorders(self) -> tuple[Recorder, ...]:
         """What records this group's calls; empty where ``comm.record`` is off, and once it is destroyed."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_fl.comm.agreement import Agreed
-from sglang_fl.comm.backends.torch_dist import TorchTransport, Waiting, broadcast_objects
+from sglang_fl.comm.backends.torch_dist import TorchTransport, Waiting, broadcast_packed, packed, unpack_into
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.monitor import MONITOR
 from sglang_fl.comm.point_to_point import PendingSends
 from sglang_fl.comm.recorded import recorded
 from sglang_fl.comm.ring import CallRing
 from sglang_fl.comm.types import GroupContext, Transport
+
+_Result = TypeVar("_Result")
 
 
 class GroupCore:
@@ -74,20 +76,26 @@ class GroupCore:
         self._waiting.interrupted = True
         return True
 
-    def _host_call(self, operation: str, call: Callable[[], None]) -> None:
+    def _host_call(self, operation: str, call: Callable[[], _Result]) -> _Result:
+        self._require_usable()
         row = self._host_calls.enter(operation)
         try:
-            call()
-        except CommError as error:
-            raise self._host_calls.failed(row, error) from error
+            result = call()
+        except BaseException as error:
+            told = self._host_calls.failed(row, error)
+            if told is error:
+                raise
+            raise told from error
         self._host_calls.leave(row)
+        return result
 
     def _broadcast_objects(self, objects: list[Any], src: int) -> None:
         """``objects`` receives rank ``src``'s, in place; pickled, over the CPU group."""
-        group = self.context.cpu_group
-        self._host_call(
-            "broadcast_object_list", lambda: broadcast_objects(objects, self.ranks[src], group, self._waiting)
-        )
+        source = self.ranks[src]
+        own = packed(objects) if src == self.rank_in_group else None
+        payload = self._host_call("broadcast_object_list", lambda: broadcast_packed(own, source, self._waiting))
+        if own is None:
+            unpack_into(objects, payload, source)
 
     def _check_reducible(self, transport: Transport, tensor: torch.Tensor, method: str) -> None:
         if tensor.dtype in transport.capabilities.reducible:

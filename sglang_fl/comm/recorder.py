@@ -92,6 +92,7 @@ class Recorder(ABC):
         ranks: the global ranks that take part, in the order of the library's ranks.
         device: where its tensors live.
         explainer: the monitor's answer to "why did this call fail?"; None while nobody watches.
+        leaver: tells the monitor that a call was left under way: its number, and by what; None while nobody watches.
         refusal: why every further call raises; None while they do not.
         limit_s: for each of its calls where that is less than the group's, seconds.
     """
@@ -100,6 +101,7 @@ class Recorder(ABC):
     ranks: tuple[int, ...]
     device: torch.device
     explainer: Callable[[CommError, tuple[int, ...]], CommError] | None = None
+    leaver: Callable[[int, BaseException], None] | None = None
     refusal: str | None = None
     limit_s: float = math.inf
 
@@ -149,6 +151,16 @@ class Recorder(ABC):
         call that was refused. It may take two seconds.
         """
         return error if self.explainer is None else self.explainer(error, tuple(shape))
+
+    def left(self, number: int, error: BaseException) -> None:
+        """Call ``number`` on host memory was left under way by ``error``, which is no library's: no other may follow.
+
+        Told to the peers as well, where the monitor watches.
+        """
+        if self.leaver is not None:
+            self.leaver(number, error)
+        else:
+            self.refuse(f"{self.name}: call number {number} was left by {type(error).__name__} while it was under way")
 
     def has_captured(self) -> bool:
         """Whether any call was ever captured into a graph: what it runs on must not be given up before the graph."""

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.left_calls import has_left
 from sglang_fl.comm.marks import marker_for
 from sglang_fl.comm.places import Place, in_words
 from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder
@@ -108,6 +109,9 @@ class CallRing(Recorder):
     def failed(self, row: Row, error: BaseException, shape: Sequence[int] = ()) -> BaseException:
         """Record that the call ended with ``error``; what its caller is to be told in its place, or ``error``."""
         self.leave(row, error)
+        if self.marker is None and has_left(error):
+            self.left(row[_NUMBER], error)
+            return error
         if not isinstance(error, RuntimeError):
             return error
         if self.refusal is not None:

@@ -24,8 +24,9 @@ from sglang_fl.comm.monitor.absent import Peers
 from sglang_fl.comm.monitor.board import Board, store_of
 from sglang_fl.comm.monitor.ending import end_process
 from sglang_fl.comm.monitor.suspects import Suspect, suspects
-from sglang_fl.comm.monitor.verdict import Missing, Stuck, Verdict
+from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict
 from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
+from sglang_fl.comm.processes import this_process
 from sglang_fl.comm.recorder import RecordedCall, Recorder
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -216,6 +217,7 @@ class Monitor:
         self._given_up.pop(key, None)
         watched = Watched(recorder, key, limit_s)
         recorder.explainer = partial(self._explain, watched)
+        recorder.leaver = partial(self._left, watched)
         return watched
 
     def _name_on_device(self, due: list[tuple[Watched, Pending, _Reason]], watched: list[Watched]) -> None:
@@ -269,6 +271,13 @@ class Monitor:
             recorder.name, recorder.ranks, words, place, limit_s, pending.waited_s, pending.is_certain, others
         )
         return Verdict(self._rank, stuck, missing, reason.told_by)
+
+    def _left(self, watched: Watched, number: int, error: BaseException) -> None:
+        """This rank has left a call under way, as by Ctrl-C: no call of it here can be its peers' any more."""
+        call = watched.call(number)
+        waited_s = 0.0 if call is None else max(0.0, time.time() - call.time_in_s)
+        own = Missing(self._rank, Absence.INTERRUPTED, str(this_process()), type(error).__name__)
+        self._conclude(watched, self._verdict(watched, Pending(number, number, waited_s), _Reason((own,))))
 
     def _hanging(self, watched: Watched, pending: Pending) -> int:
         """Which of the pending calls hangs: the first that a peer has not entered, or else the last."""

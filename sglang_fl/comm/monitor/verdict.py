@@ -26,6 +26,7 @@ class Absence(str, Enum):
     OTHERWISE = "is alive and has made another call in its place"
     GAVE_UP = "is alive and has given the group up"
     LEFT = "is alive and no longer in the call, which has returned or failed there"
+    INTERRUPTED = "has left the call, which was under way"
     UNKNOWN = "has told nothing of its calls"
 
 
@@ -115,7 +116,8 @@ class Verdict:
 
     def _outcome(self) -> str:
         stuck = self.stuck
-        if self.kind is PeerLost or (self.told_by is not None and stuck.waited_s < stuck.limit_s):
+        is_left = any(missing.absence is Absence.INTERRUPTED for missing in self.missing)
+        if is_left or self.kind is PeerLost or (self.told_by is not None and stuck.waited_s < stuck.limit_s):
             if stuck.is_certain:
                 return "cannot complete"
             return f"is not known to be done{self._nor('is')}, and a further call of the group cannot complete"

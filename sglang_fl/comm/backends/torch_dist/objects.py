@@ -1,8 +1,12 @@
-"""Objects broadcast over a gloo group as torch.distributed does, pickled and with their length first, but bounded."""
+"""Objects broadcast over a gloo group as torch.distributed does, pickled and with their length first, but bounded.
+
+To pickle them and back is the caller's own code, and no part of the call.
+"""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,24 +15,31 @@ import torch.distributed as dist
 from sglang_fl.comm.backends.torch_dist.waiting import Waiting
 
 
-def broadcast_objects(objects: list[Any], src: int, group: dist.ProcessGroup, waiting: Waiting) -> None:
-    """``objects`` receives those of global rank ``src``, in place. All ranks of ``group`` must call it.
+def packed(objects: Sequence[Any]) -> torch.Tensor:
+    """``objects`` as uint8[bytes] on the CPU."""
+    return torch.frombuffer(bytearray(pickle.dumps(list(objects))), dtype=torch.uint8)
+
+
+def broadcast_packed(payload: torch.Tensor | None, src: int, waiting: Waiting) -> torch.Tensor:
+    """The ``payload`` of global rank ``src``, of which the others have None. All ranks of the group must call it.
 
     Raises:
         CommError: not all came within the limit of ``waiting``, or one is gone.
-        ValueError: the source has another number of objects than this rank.
     """
-    is_source = dist.get_rank() == src
-    payload = torch.empty(0, dtype=torch.uint8)
-    if is_source:
-        payload = torch.frombuffer(bytearray(pickle.dumps(objects)), dtype=torch.uint8)
-    length = torch.tensor([payload.numel()])
-    waiting.finish(dist.broadcast(length, src, group=group, async_op=True))
-    if not is_source:
+    length = torch.tensor([0 if payload is None else payload.numel()])
+    waiting.run(dist.broadcast, length, src)
+    if payload is None:
         payload = torch.empty(int(length.item()), dtype=torch.uint8)
-    waiting.finish(dist.broadcast(payload, src, group=group, async_op=True))
-    if is_source:
-        return
+    waiting.run(dist.broadcast, payload, src)
+    return payload
+
+
+def unpack_into(objects: list[Any], payload: torch.Tensor, src: int) -> None:
+    """``objects`` receives what global rank ``src`` packed, in place.
+
+    Raises:
+        ValueError: that rank has another number of objects than this one.
+    """
     received = pickle.loads(payload.numpy().tobytes())
     if len(received) != len(objects):
         raise ValueError(f"broadcast of objects: rank {src} sends {len(received)}, this rank has {len(objects)} places")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ class TorchTransport(Transport):
         self._ranks = context.ranks
         self._waiting = Waiting(context.operation_timeout_s, context.device_group)
         self._is_host = context.device.type == "cpu"
+        # On a device torch orders the stream behind a call that it has enqueued.
+        self._run: Callable[..., Any] = self._waiting.run if self._is_host else partial(_enqueue, self._group)
         self._pairs = None if self._is_host else Pairs(name, context)
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
         torch_ranks = dist.get_process_group_ranks(context.device_group)
@@ -54,15 +58,15 @@ class TorchTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        self._finish(dist.all_reduce(tensor, group=self._group, async_op=self._is_host))
+        self._run(dist.all_reduce, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         if self._torch_places is None:
-            self._finish(dist.all_gather_into_tensor(output, tensor, group=self._group, async_op=self._is_host))
+            self._run(dist.all_gather_into_tensor, output, tensor)
             return
         gathered = torch.empty_like(output)
-        self._finish(dist.all_gather_into_tensor(gathered, tensor, group=self._group, async_op=self._is_host))
+        self._run(dist.all_gather_into_tensor, gathered, tensor)
         parts = gathered.view(len(self._ranks), -1)
         torch.index_select(parts, 0, self._torch_places.to(parts.device), out=output.view(parts.shape))
 
@@ -71,16 +75,19 @@ class TorchTransport(Transport):
         if self._torch_places is not None:
             parts = tensor.view(len(self._ranks), -1)
             tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
-        self._finish(dist.reduce_scatter_tensor(output, tensor, group=self._group, async_op=self._is_host))
+        self._run(dist.reduce_scatter_tensor, output, tensor)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
-        self._finish(dist.reduce(tensor, self._ranks[dst], group=self._group, async_op=self._is_host))
+        self._run(dist.reduce, tensor, self._ranks[dst])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
-        work: Work | None = dist.broadcast(tensor, self._ranks[src], group=self._group, async_op=True)
-        return BoundedWork(work, self._waiting, is_transfer=False) if self._is_host and work is not None else work
+        if not self._is_host:
+            on_device: Work | None = dist.broadcast(tensor, self._ranks[src], group=self._group, async_op=True)
+            return on_device
+        work = self._waiting.begin(dist.broadcast, tensor, self._ranks[src], async_op=True)
+        return None if work is None else BoundedWork(work, self._waiting, is_transfer=False)
 
     def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.gather`."""
@@ -88,19 +95,19 @@ class TorchTransport(Transport):
         if parts is not None and self._torch_places is not None:
             parts = [parts[place] for place in torch.argsort(self._torch_places).tolist()]
         flat = tensor.view(-1)
-        self._finish(dist.gather(flat, parts, dst=self._ranks[dst], group=self._group, async_op=self._is_host))
+        self._run(dist.gather, flat, parts, dst=self._ranks[dst])
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
         if self._pairs is not None:
             return self._pairs.send(tensor, dst)
-        return self._started(dist.isend(tensor, self._ranks[dst], group=self._group))
+        return self._started(dist.isend, tensor, dst)
 
     def recv(self, tensor: torch.Tensor, src: int) -> Work:
         """See :meth:`Transport.recv`."""
         if self._pairs is not None:
             return self._pairs.recv(tensor, src)
-        return self._started(dist.irecv(tensor, self._ranks[src], group=self._group))
+        return self._started(dist.irecv, tensor, src)
 
     def transfer_stream(self, operation: Operation, peer: int) -> int | None:
         """See :meth:`Transport.transfer_stream`: sends have one for each receiver."""
@@ -108,14 +115,10 @@ class TorchTransport(Transport):
             return None
         return self._pairs.raw_stream_to(peer)
 
-    def _started(self, work: Work | None) -> Work:
+    def _started(self, call: Callable[..., Any], tensor: torch.Tensor, peer: int) -> Work:
+        work = self._waiting.begin(call, tensor, self._ranks[peer])
         assert work is not None  # None only for a rank outside the group
         return BoundedWork(work, self._waiting, is_transfer=True)
-
-    def _finish(self, work: Any) -> None:
-        # On a device torch has ordered the stream behind it already.
-        if self._is_host:
-            self._waiting.finish(work)
 
     def interrupt(self) -> bool:
         """See :meth:`Transport.interrupt`: a transfer ends with the connection or at its limit."""
@@ -126,6 +129,10 @@ class TorchTransport(Transport):
         """Give up the pairs, where there are any."""
         if self._pairs is not None:
             self._pairs.close()
+
+
+def _enqueue(group: Any, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    call(*arguments, group=group, **options)
 
 
 class TorchBackend(Backend):

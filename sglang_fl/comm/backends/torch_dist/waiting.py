@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from sglang_fl.comm.backends.torch_dist.quiet_exit import exit_quietly
 from sglang_fl.comm.errors import CommError
+from sglang_fl.comm.left_calls import comes_from_outside, mark_left
 
 _SLICE_S = 0.25
 _SLICE = timedelta(seconds=_SLICE_S)
@@ -16,7 +18,11 @@ _SHORTEST_S = 0.01  # to torch, less than a millisecond is no limit at all
 
 
 class Waiting:
-    """How one transport waits.
+    """How one transport begins its calls and waits for them.
+
+    A call may be left in the midst, by the limit or by what a signal's handler raises, while a thread of gloo's goes on
+    with it. Then its group stays until the end of the process: to end it would be to wait for that thread, for as long
+    as torch's own limit is.
 
     Attributes:
         limit_s: for one operation, seconds.
@@ -30,18 +36,41 @@ class Waiting:
         self.interrupted = False
         exit_quietly()
 
-    def finish(self, work: Any) -> None:
-        """Wait for a collective's work; None is none.
+    def run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """``call``, a collective of torch.distributed, with these arguments in the group, to its end.
 
         Raises:
             CommError: it failed, was interrupted, or was not done within the limit.
         """
-        if work is None:
-            return
+        work = None
         try:
-            work.wait(_SLICE)
-        except RuntimeError as error:
-            self._go_on(work, error)
+            work = call(*arguments, group=self._group, async_op=True, **options)
+            if work is not None and (failure := _failure(work, _SLICE)) is not None:
+                self._go_on(work, failure)
+        except BaseException as error:
+            self._leave(work, error)
+            raise
+
+    def begin(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The work of ``call`` in the group, which is for :meth:`finish` or :meth:`finish_transfer`."""
+        try:
+            return call(*arguments, group=self._group, **options)
+        except BaseException as error:
+            self._leave(None, error)
+            raise
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective's work.
+
+        Raises:
+            CommError: it failed, was interrupted, or was not done within the limit.
+        """
+        try:
+            if (failure := _failure(work, _SLICE)) is not None:
+                self._go_on(work, failure)
+        except BaseException as error:
+            self._leave(work, error)
+            raise
 
     def finish_transfer(self, work: Any) -> None:
         """Wait for a send's or receive's work: a wait for those that timed out cannot be taken up again.
@@ -50,28 +79,41 @@ class Waiting:
             CommError: it failed, or was not done within the limit.
         """
         try:
-            work.wait(timedelta(seconds=max(_SHORTEST_S, self.limit_s)))
-        except RuntimeError as error:
-            raise _failed(error) from error
+            failure = _failure(work, timedelta(seconds=max(_SHORTEST_S, self.limit_s)))
+        except BaseException as error:
+            mark_left(error)
+            raise
+        if failure is not None:
+            raise _failed(failure) from failure
 
-    def _go_on(self, work: Any, error: RuntimeError) -> None:
+    def abandon(self, work: Any) -> None:
+        """Nobody waits for a collective's work any more."""
+        if not work.is_completed():
+            _never_end(self._group)
+
+    def _go_on(self, work: Any, failure: RuntimeError) -> None:
         deadline_s = time.monotonic() + self.limit_s - _SLICE_S
         while not work.is_completed():  # it is where the wait has failed, and is not where it only took too long
             left_s = deadline_s - time.monotonic()
             if self.interrupted:
-                _never_end(self._group)
-                raise CommError("torch.distributed: the wait was interrupted") from error
+                raise CommError("torch.distributed: the wait was interrupted") from failure
             if left_s <= 0:
-                _never_end(self._group)
-                raise CommError(f"torch.distributed: not done within {self.limit_s:g} s") from error
-            try:
-                work.wait(timedelta(seconds=max(_SHORTEST_S, min(_SLICE_S, left_s))))
-            except RuntimeError as again:
-                error = again
-            else:
+                raise CommError(f"torch.distributed: not done within {self.limit_s:g} s") from failure
+            again = _failure(work, timedelta(seconds=max(_SHORTEST_S, min(_SLICE_S, left_s))))
+            if again is None:
                 return
-        if not _has_succeeded(work):
-            raise _failed(error) from error
+            failure = again
+        # It may have come to its end between the last wait and the question.
+        if _failure(work, _SLICE) is not None:
+            raise _failed(failure) from failure
+
+    def _leave(self, work: Any, error: BaseException) -> None:
+        """``error`` ends the waiting; without a work it came while the call was begun, maybe when it was under way."""
+        is_from_outside = comes_from_outside(error)
+        if is_from_outside:
+            mark_left(error)
+        if is_from_outside if work is None else not work.is_completed():
+            _never_end(self._group)
 
 
 class BoundedWork:
@@ -99,6 +141,11 @@ class BoundedWork:
         """Whether it is done."""
         return bool(self._work.is_completed())
 
+    def __del__(self) -> None:
+        """What ended its caller may have come before the wait. Of transfers gloo has no thread."""
+        if not self._is_transfer:
+            self._waiting.abandon(self._work)
+
 
 def _never_end(group: Any) -> None:
     """Leave a group to the end of the process: a thread of gloo's is still in its call, and the end of the group, in
@@ -107,13 +154,18 @@ def _never_end(group: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _has_succeeded(work: Any) -> bool:
-    """It may have come to its end between the last wait and the question."""
+def _failure(work: Any, limit: timedelta) -> RuntimeError | None:
+    """What the wait for ``work`` ended with: torch tells a limit that has passed by the same class of error.
+
+    Raises what came from outside.
+    """
     try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        return False
-    return True
+        work.wait(limit)
+    except RuntimeError as error:
+        if comes_from_outside(error):
+            raise
+        return error.with_traceback(None)
+    return None
 
 
 def _failed(error: RuntimeError) -> CommError:
