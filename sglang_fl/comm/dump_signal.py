@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,9 @@ from typing import Any
 logger = logging.getLogger("sglang_fl.comm")
 
 NUMBER = signal.SIGUSR1
+# From the beginning of one dump to that of the next, seconds: the folder keeps a limited number of them.
+PAUSE_S = 1.0
+_MOST_SIGNALS = 2**16  # what a pipe holds
 _STATUS = Path("/proc/self/status")
 
 
@@ -25,7 +30,7 @@ class DumpSignal:
     """
 
     def __init__(self, dump: Callable[[], object]) -> None:
-        """``dump`` is called in the watcher's thread, for one signal after the other."""
+        """``dump`` is called in the watcher's thread, once a ``PAUSE_S`` at most, for all signals until then."""
         self._dump = dump
         self._pid = os.getpid()
         self._read, self._write = os.pipe()
@@ -59,12 +64,24 @@ class DumpSignal:
             signal.set_wakeup_fd(restored, warn_on_full_buffer=False)
 
     def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        is_wanted, next_s = False, 0.0
         while True:
-            for number in os.read(self._read, 64):
-                if self._former_wakeup != -1:
-                    self._tell(self._former_wakeup, number)
-                if number == NUMBER:
-                    self._write_dump()
+            # What comes while a dump is written, or shortly after it, is answered by one more, not by one each.
+            pause_s = max(0.0, next_s - time.monotonic()) if is_wanted else None
+            if poll.poll(None if pause_s is None else 1000 * pause_s):
+                is_wanted |= self._heard()
+            if is_wanted and time.monotonic() >= next_s:
+                is_wanted, next_s = False, time.monotonic() + PAUSE_S
+                self._write_dump()
+
+    def _heard(self) -> bool:
+        """Whether among the signals that have come one asks for a dump; tells of each who was told before."""
+        numbers = os.read(self._read, _MOST_SIGNALS)
+        if self._former_wakeup != -1:
+            self._tell(self._former_wakeup, *numbers)
+        return NUMBER in numbers
 
     def _write_dump(self) -> None:
         try:
@@ -73,9 +90,9 @@ class DumpSignal:
             # The next signal must find the watcher alive.
             logger.exception("[sglang_fl] SIGUSR1: no dump of the calls was written")
 
-    def _tell(self, descriptor: int, number: int) -> None:
+    def _tell(self, descriptor: int, *numbers: int) -> None:
         with suppress(OSError):
-            os.write(descriptor, bytes([number]))
+            os.write(descriptor, bytes(numbers))
 
 
 _signal: DumpSignal | None = None

@@ -272,6 +272,58 @@ def test_a_signal_is_answered_while_the_main_thread_runs_no_python(tmp_path: Pat
     assert "waitpid" in main["stack"][-1]
 
 
+STORM = """
+import array, fcntl, termios
+from types import SimpleNamespace
+begun, written, go_on = [], [], threading.Event()
+
+def dump():
+    begun.append(None)
+    go_on.wait(20)
+    written.append(None)
+
+def signals(count):
+    for _ in range(count):
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+def until(holds):
+    limit = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < limit, (begun, written)
+        time.sleep(0.001)
+
+def is_read():
+    waiting = array.array("i", [0])
+    fcntl.ioctl(dump_signal._signal._read, termios.FIONREAD, waiting)
+    return waiting[0] == 0
+
+now_s = 100.0
+dump_signal.time = SimpleNamespace(monotonic=lambda: now_s)
+assert dump_signal.watch_signal(dump) == ""
+signals(1)
+until(lambda: begun)
+signals(1000)  # while the first is written
+go_on.set()
+until(is_read)
+for _ in range(20):  # within the pause after it
+    signals(1)
+    until(is_read)
+print(len(begun), len(written))
+now_s += dump_signal.PAUSE_S
+signals(1)
+until(lambda: len(written) == 2)
+now_s += dump_signal.PAUSE_S
+signals(1)
+until(lambda: len(written) == 3)
+print(len(begun))
+"""
+
+
+def test_a_storm_of_signals_brings_few_dumps(tmp_path: Path) -> None:
+    """Given a thousand signals while a dump is written and some in the pause after it, then they bring one more."""
+    assert run(STORM, tmp_path) == "1 1\n3\n"
+
+
 FOREIGN = """
 heard = []
 read, write = os.pipe()
