@@ -183,8 +183,8 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
         end_memory(self)
         self._watch.ended()
         self._end(self._device, in_graphs, ends_s - time.monotonic())
-        self._device = ClosedTransport(self.name, self._device)
-        self._host = self._device if self.device.type == "cpu" else self._metadata
+        self._device, self._metadata = (ClosedTransport(self.name, was) for was in (self._device, self._metadata))
+        self._host = self._device
 
     def _end(self, transport: Transport, in_graphs: bool, limit_s: float) -> None:
         if in_graphs:

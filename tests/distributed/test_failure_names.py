@@ -177,21 +177,20 @@ def _nobody_receives(context: RankContext) -> dict[str, str]:
 
 def test_what_follows_a_send_that_nobody_received_is_named(tmp_path: Path) -> None:
     """Given a send over gloo that nobody receives, when its limit has passed, then it fails with group, peer, number
-    and shape; gloo has ended the group's connections with it, and the further calls of both ranks say their own name
-    and what failed before, a refused one not with its own shape as the other's."""
+    and shape, and so does every further call of this rank, a refused one not with its own shape as the send's; gloo has
+    ended the group's connections with it, and the calls of the other rank say their own name and what failed before."""
     env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
     sender, receiver = run_ranks(_nobody_receives, 2, env=env)
     sent = r"group tp:0 torch 0>1, global rank 0 of \[0, 1\]: call number 1, send float32\[1048576\] rank 1"
+    before = "what failed before it is"
     late = rf"did not complete within {LIMIT_S:g} s: global rank 1 {_PROCESS} is alive and has not entered the call"
     assert re.match(rf"CollectiveTimeout: {sent} of shape \[1024, 1024\] called at .* {late}", sender["wait"]), sender
-    assert re.match(rf"CollectiveTimeout: {sent} called at .* {late}", sender["send"]), sender
-    named = r"\w+: group tp:0 (torch|CPU group), global rank {rank} of \[0, 1\]: call number {number}, {call}"
-    for rank, errors in enumerate((sender, receiver)):
-        for call, number in (("all_reduce", 2), ("barrier", 1)):
-            assert re.match(named.format(rank=rank, number=number, call=call), errors[call]), errors
-    assert re.search(
-        rf"all_reduce float32\[5\] of shape \[5\].* what failed before it is: {sent}", sender["all_reduce"]
-    )
+    for call in ("send", "all_reduce", "barrier"):
+        assert re.match(rf"CollectiveTimeout: {sent} called at .* {late}", sender[call]), sender
+    for call, number in (("all_reduce", 2), ("barrier", 1)):
+        named = rf"\w+: group tp:0 (torch|CPU group), global rank 1 of \[0, 1\]: call number {number}, {call}"
+        assert re.match(named, receiver[call]), receiver
+    assert re.search(rf"all_reduce float32\[5\] of shape \[5\].* {before}: {sent}", receiver["all_reduce"]), receiver
 
 
 # --- a dump that comes late ---

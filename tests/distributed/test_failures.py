@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -201,22 +202,66 @@ def test_sends_to_a_lost_rank_end_with_its_name(backend: dict[str, str]) -> None
 # --- what is refused, and what is off ---
 
 
-def _refused(context: RankContext) -> list[str]:
-    group = _group(context)
+def _every_call(group: CommunicatorFL) -> dict[str, Callable[[], object]]:
+    """Each public method that would call a peer, on tensors of the group's device."""
+    size, vector = group.world_size, torch.ones(2)
+    return {
+        "all_reduce": lambda: group.all_reduce(vector),
+        "all_reduce_new": lambda: group.all_reduce_new(vector),
+        "quant_all_reduce": lambda: group.quant_all_reduce(vector),
+        "reduce_scatter": lambda: group.reduce_scatter(vector, [vector] * size),
+        "reduce_scatter_tensor": lambda: group.reduce_scatter_tensor(torch.ones(1), torch.ones(size)),
+        "reduce_scatterv": lambda: group.reduce_scatterv(torch.ones(size)),
+        "all_gather": lambda: group.all_gather(vector),
+        "all_gather_into_tensor": lambda: group.all_gather_into_tensor(torch.ones(2 * size), vector),
+        "all_gatherv": lambda: group.all_gatherv(vector),
+        "gather": lambda: group.gather(vector),
+        "broadcast": lambda: group.broadcast(vector),
+        "broadcast_object_list": lambda: group.broadcast_object_list([1]),
+        "broadcast_tensor_dict": lambda: group.broadcast_tensor_dict({"a": vector}),
+        "send": lambda: group.send(vector),
+        "recv": lambda: group.recv(torch.Size([2]), torch.float32),
+        "isend": lambda: group.isend(vector, 1 - group.rank_in_group),
+        "send_tensor_dict": lambda: group.send_tensor_dict({"a": vector}),
+        "recv_tensor_dict": group.recv_tensor_dict,
+        "barrier": group.barrier,
+    }
+
+
+def _refused(context: RankContext, first: str) -> dict[str, str]:
+    """What each call raises after rank 1 was killed or came to no call of the group any more."""
+    group, store = _group(context), context.store("done")
     group.all_reduce(torch.ones(1))
-    if context.rank == 1:
+    group.barrier()
+    if context.rank == 1 and first == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    kinds = []
-    for call in (group.all_reduce, group.all_reduce_new, group.broadcast):
-        error, took_s = _failure(call, torch.ones(2))
-        kinds.append(type(error).__name__)
-    assert took_s < 0.5  # what is refused does not look for reasons
-    return kinds
+    if context.rank == 1:
+        store.get("done")
+        return {}
+    calls = _every_call(group)
+    if first == "destroyed":
+        group.destroy()
+    else:
+        _failure(calls["all_reduce" if first == "killed" else first])
+    errors = {name: _failure(call)[0] for name, call in calls.items()}
+    store.set("done", "1")
+    return {name: f"{type(error).__name__}: {error}" for name, error in errors.items()}
 
 
-def test_a_group_that_has_lost_a_rank_refuses_every_call(backend: dict[str, str]) -> None:
-    """Given a group whose rank was lost in a call, when it is called again, then every call raises PeerLost at once."""
-    assert run_ranks(_refused, 2, env=backend, expect_killed=[1])[0] == ["PeerLost"] * 3
+@pytest.mark.parametrize("first", ["killed", "all_reduce", "barrier", "recv"])
+def test_a_group_that_has_failed_refuses_every_call(first: str, backend: dict[str, str]) -> None:
+    """Given a group whose rank was lost or did not come to a call, when any method is called, then it raises that one
+    call's error."""
+    errors, *_ = run_ranks(_refused, 2, first, env=backend, expect_killed=[1] if first == "killed" else [])
+    kind, called = ("PeerLost", "all_reduce") if first == "killed" else ("CollectiveTimeout", first)
+    named = re.compile(rf"{kind}: group tp:0 .*: call number \d+, {called} .*global rank 1 ")
+    assert [name for name, text in errors.items() if not named.match(text)] == [], errors
+
+
+def test_a_group_that_is_destroyed_refuses_every_call(backend: dict[str, str]) -> None:
+    """Given a group that is destroyed, when any method is called, then it says so."""
+    errors, _ = run_ranks(_refused, 2, "destroyed", env=backend)
+    assert set(errors.values()) == {"CommError: group tp:0 is destroyed; make a new one"}
 
 
 def _unrecorded(context: RankContext) -> list[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import itertools
 import math
 import os
 import threading
@@ -304,6 +305,9 @@ class Monitor:
             end_process(text)
         logger.error("[sglang_fl] %s", text)
         watched.recorder.refuse(text)
+        for beside in self._beside(watched.recorder):
+            if beside.refusal is None:
+                beside.refuse(text)
         self.has_concluded = True
         watched.recorder.abort(ABORT_LIMIT_S)
 
@@ -335,6 +339,8 @@ class Monitor:
                 verdict = watched.verdict
             if verdict is not None:
                 return verdict.kind(verdict.text(shape, watched.dump))
+            if (refused := self._refused_beside(watched)) is not None:
+                return refused
             if call is not None and (cause := self._cause(watched, call)) is not None:
                 self._conclude(watched, cause)
             elif (earlier := self._earlier(watched)) or time.monotonic() > until_s:
@@ -344,11 +350,28 @@ class Monitor:
 
     def _earlier(self, watched: Watched) -> str:
         """What has already failed of the group: gloo ends all its connections with one call that reaches its limit."""
-        with self._changing:
-            groups = [recorders for group in list(self._groups) if watched.recorder in (recorders := group.recorders())]
-            failed = [entry for recorder in set().union(*groups) if (entry := self._watched.get(recorder)) is not None]
-        texts = [entry.verdict.text(dump=entry.dump) for entry in failed if entry.verdict is not None]
+        texts = [verdict.text(dump=dump) for verdict, dump in self._failed_beside(watched)]
         return texts[0] if texts else ""
+
+    def _refused_beside(self, watched: Watched) -> CommError | None:
+        """Why a call was refused that was never begun: of another one of its group that cannot complete."""
+        recorder = watched.recorder
+        last = recorder.last()
+        if recorder.refusal is None or recorder.under_way() is not None or (last is not None and last.error):
+            return None
+        errors = [verdict.kind(verdict.text(dump=dump)) for verdict, dump in self._failed_beside(watched)]
+        return errors[0] if errors else None
+
+    def _failed_beside(self, watched: Watched) -> list[tuple[Verdict, Path | None]]:
+        with self._changing:
+            entries = [self._watched.get(recorder) for recorder in self._beside(watched.recorder)]
+        return [(entry.verdict, entry.dump) for entry in entries if entry is not None and entry.verdict is not None]
+
+    def _beside(self, recorder: Recorder) -> list[Recorder]:
+        """The other recorders of its groups."""
+        with self._changing:
+            groups = [recorders for group in list(self._groups) if recorder in (recorders := group.recorders())]
+        return [other for other in dict.fromkeys(itertools.chain(*groups)) if other is not recorder]
 
     def _alarm(self, recorder: Recorder) -> str:
         """What a rank has told of any group with ranks of this one."""
