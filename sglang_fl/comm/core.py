@@ -78,7 +78,6 @@ class GroupCore:
 
     def _host_call(self, operation: str, call: Callable[[], _Result]) -> _Result:
         self._require_usable()
-        self._require_usable()
         row = self._host_calls.enter(operation)
         try:
             result = call()
