@@ -14,6 +14,7 @@ from sglang_fl.config.settings import (
     SystemSettings,
 )
 from sglang_fl.config.sources import Source, SourceKind
+from sglang_fl.config.value_types import without_namespace
 from sglang_fl.config.values import (
     AtenProfile,
     BackendKind,
@@ -62,4 +63,5 @@ __all__ = [
     "closest",
     "find_chip",
     "load_settings",
+    "without_namespace",
 ]

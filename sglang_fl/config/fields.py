@@ -16,6 +16,7 @@ from sglang_fl.config.value_types import (
     ValueType,
     choice_of,
     choice_of_platforms,
+    without_namespace,
 )
 from sglang_fl.config.values import AtenProfile, BackendKind, CommBackend, CommMode, GraphMixing, LogLevel
 
@@ -69,6 +70,7 @@ class Field:
 
 _OPERATOR_CLASSES = "operator class names (SiluAndMul, RMSNorm, RotaryEmbedding, ...)"
 _ATEN_OPERATORS = "ATen operator names as FlagGems spells them"
+_ATEN_NAMES = Names(_ATEN_OPERATORS, bare=without_namespace)
 _VENDORS = "vendor names (nvidia or cuda, ascend or npu, ...)"
 
 FIELDS: tuple[Field, ...] = (
@@ -127,24 +129,24 @@ FIELDS: tuple[Field, ...] = (
     ),
     # FlagCX joins different chips in one server, and each has its own list.
     Field(
-        "aten.verified", "SGLANG_FL_FLAGOS_VERIFIED", "flagos_verified", Names(_ATEN_OPERATORS), (),
+        "aten.verified", "SGLANG_FL_FLAGOS_VERIFIED", "flagos_verified", _ATEN_NAMES, (),
         "The ATen operators of profile verified: found right and not slower on this platform by aten-sweep.",
         "softmax,embedding", compared=False,
     ),
     Field(
-        "aten.wrong", "SGLANG_FL_FLAGOS_WRONG", "flagos_wrong", Names(_ATEN_OPERATORS), (),
+        "aten.wrong", "SGLANG_FL_FLAGOS_WRONG", "flagos_wrong", _ATEN_NAMES, (),
         "ATen operators that profile full leaves to PyTorch: aten-sweep saw them fail or give wrong values here.",
         "mul", compared=False,
     ),
     Field(
         "aten.whitelist", "SGLANG_FL_FLAGOS_WHITELIST", "flagos_whitelist",
-        Names(_ATEN_OPERATORS, may_be_empty=False), None,
+        Names(_ATEN_OPERATORS, may_be_empty=False, bare=without_namespace), None,
         "The only ATen operators that FlagGems replaces, whatever the profile. Excludes flagos_blacklist.",
         "softmax,embedding",
         opposite="aten.blacklist",
     ),
     Field(
-        "aten.blacklist", "SGLANG_FL_FLAGOS_BLACKLIST", "flagos_blacklist", Names(_ATEN_OPERATORS), (),
+        "aten.blacklist", "SGLANG_FL_FLAGOS_BLACKLIST", "flagos_blacklist", _ATEN_NAMES, (),
         "ATen operators that FlagGems does not replace. Excludes flagos_whitelist.", "mul,sub",
         opposite="aten.whitelist",
     ),

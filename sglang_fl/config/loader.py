@@ -223,15 +223,29 @@ def _idle_log_path(resolved: Mapping[str, Found]) -> Iterator[str]:
         )
 
 
+def _idle_aten_lists(aten: AtenSettings, resolved: Mapping[str, Found]) -> Iterator[str]:
+    """What of layer 1's profile a user set that its white list, or the other profile, leaves without an effect."""
+    whitelist, profile = resolved["aten.whitelist"], resolved["aten.profile"]
+    for name in ("aten.profile", "aten.verified", "aten.wrong"):
+        source = resolved[name].source
+        if source.kind not in (SourceKind.ENVIRONMENT, SourceKind.YAML) or name in aten.used_lists():
+            continue
+        if whitelist.value is not None:
+            yield f"{name} (from {source.where}) is not used: the white list ({whitelist.source.where}) replaces it."
+        elif name != "aten.profile":
+            yield f"{name} (from {source.where}) is not used: the profile is {profile.value} ({profile.source.where})."
+
+
 def _build(resolved: Mapping[str, Found], warnings: tuple[str, ...]) -> Settings:
     def section(name: str) -> dict[str, Any]:
         return {field.attribute: resolved[field.name].value for field in FIELDS if field.section == name}
 
+    aten = AtenSettings(**section("aten"))
     return Settings(
         ops=OpsSettings(**section("ops")),
-        aten=AtenSettings(**section("aten")),
+        aten=aten,
         comm=CommSettings(**section("comm")),
         system=SystemSettings(**section("system")),
         sources=tuple((field.name, resolved[field.name].source) for field in FIELDS),
-        warnings=warnings,
+        warnings=(*warnings, *_idle_aten_lists(aten, resolved)),
     )

@@ -60,6 +60,12 @@ class AtenSettings:
     log_path: Path | None
     log_once: bool
 
+    def used_lists(self) -> tuple[str, ...]:
+        """The fields with names of operators that count, by white list and profile; the others are idle."""
+        if self.whitelist is not None:
+            return ("aten.whitelist",)
+        return ("aten.blacklist", "aten.wrong" if self.profile is AtenProfile.FULL else "aten.verified")
+
 
 @dataclass(frozen=True)
 class CommSettings:

@@ -24,6 +24,7 @@ MAX_SECONDS = 365 * 24 * 3600
 MIN_SECONDS = 0.001  # less is over before a call could begin
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_ATEN_NAMESPACE = re.compile(r"\s*(?:torch[.]ops[.])?aten(?:::|[.])(.*)", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?([0-9]+([.][0-9]*)?|[.][0-9]+)([eE][+-]?[0-9]+)?")
 _TAG_PREFIX = "tag:yaml.org,2002:"
 _TAG_WORDS = {
@@ -233,12 +234,14 @@ class Names(ValueType):
     """A list of names; order and repetition carry no meaning.
 
     item: what one name is; canonical: makes two names for one thing equal; may_be_empty: whether ``[]`` means
-    something in YAML (an empty black list does, an empty white list is a mistake).
+    something in YAML (an empty black list does, an empty white list is a mistake); bare: takes off what may stand
+    around a name, before it is checked.
     """
 
     item: str
     canonical: Callable[[str], str] = _same
     may_be_empty: bool = True
+    bare: Callable[[str], str] = _same
 
     @property
     def allowed(self) -> str:
@@ -255,7 +258,7 @@ class Names(ValueType):
         return self._unique(parse_node(entry, self.allowed, self._check) for entry in node.value)
 
     def _check(self, text: str) -> str:
-        return _check_name(text, self.allowed)
+        return _check_name(self.bare(text), self.allowed)
 
     def _unique(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self.canonical(name) for name in names))
@@ -265,6 +268,12 @@ class Names(ValueType):
 
     def to_yaml(self, value: Any) -> str:
         return f"[{', '.join(value)}]"
+
+
+def without_namespace(name: str) -> str:
+    """``softmax`` of ``aten::softmax``, as profilers print it, ``aten.softmax`` and ``torch.ops.aten.softmax``."""
+    found = _ATEN_NAMESPACE.fullmatch(name)
+    return found[1] if found else name
 
 
 class OpOrders(ValueType):

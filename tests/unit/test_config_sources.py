@@ -254,6 +254,26 @@ def test_empty_and_foreign_variables_are_no_warning(environ: dict[str, str]) -> 
     assert load_settings(environ).warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("variables", "idle"),
+    [
+        ({"SGLANG_FL_FLAGOS_VERIFIED": "mul", "SGLANG_FL_FLAGOS_PROFILE": "full"}, ["aten.verified"]),
+        ({"SGLANG_FL_FLAGOS_WRONG": "mul"}, ["aten.wrong"]),
+        ({"SGLANG_FL_FLAGOS_WRONG": "mul", "SGLANG_FL_FLAGOS_PROFILE": "full"}, []),
+        (
+            {"SGLANG_FL_FLAGOS_WHITELIST": "mul", "SGLANG_FL_FLAGOS_PROFILE": "full", "SGLANG_FL_FLAGOS_VERIFIED": "a"},
+            ["aten.profile", "aten.verified"],
+        ),
+        ({"SGLANG_FL_FLAGOS_WHITELIST": "mul"}, []),
+        ({"SGLANG_FL_FLAGOS_VERIFIED": "mul", "SGLANG_FL_FLAGOS_BLACKLIST": "cat"}, []),
+    ],
+)
+def test_lists_of_operators_that_do_not_count_are_named(variables: dict[str, str], idle: list[str]) -> None:
+    warnings = load_settings(variables, "cuda").warnings
+    assert [warning.partition(" (from SGLANG_FL_FLAGOS_")[0] for warning in warnings] == idle
+    assert all("is not used: the" in warning for warning in warnings)
+
+
 def test_log_path_without_recording_is_named() -> None:
     (warning,) = load_settings({"SGLANG_FLAGGEMS_LOG_PATH": "/tmp/a"}).warnings
     assert "SGLANG_FLAGGEMS_LOG_PATH=/tmp/a" in warning and "SGLANG_FLAGGEMS_RECORD=1" in warning
