@@ -303,10 +303,12 @@ def _check_attention_backend(settings: Settings, backend: str) -> None:
 def check_files(settings: Settings) -> None:
     """The files that are written later must be possible now, while a message still reaches the user.
 
+    Not the record of layer 1: where it cannot be written that layer warns, and serves without it.
+
     Raises:
         ConfigurationError: one of them is not; names the setting.
     """
-    for field_name in ("comm.audit", "ops.dispatch_log", "aten.log_path"):
+    for field_name in ("comm.audit", "ops.dispatch_log"):
         path = settings.value(field_name)
         if path is None or (not path.is_dir() and os.access(path.absolute().parent, os.W_OK | os.X_OK)):
             continue

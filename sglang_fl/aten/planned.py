@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from sglang_fl.aten.gems import Entry, Gems
+from sglang_fl.aten.gems import Entry, Gems, has_schema
 from sglang_fl.aten.launches import ALIGNMENT, Device, NoPlanError, Plan, note, tensors_of, try_out
+from sglang_fl.aten.records import rehearsal
 from sglang_fl.aten.sweep.forms import NOT_SLOWER, Forms, form_of_call
 
 logger = logging.getLogger("sglang_fl.aten")
@@ -69,7 +70,10 @@ class Replacement:
         entries = [
             entry
             for entry in gems.entries
-            if entry.name in names and entry.key in in_graphs and not _writes_by_keyword(entry.key)
+            if entry.name in names
+            and entry.key in in_graphs
+            and has_schema(entry.key)
+            and not _writes_by_keyword(entry.key)
         ]
         own = {entry.key: torch.library.get_kernel(f"aten::{entry.key}", self._dispatch_key) for entry in entries}
         self.in_graphs = [GraphOperator(entry, own[entry.key], forms, device, exact_only) for entry in entries]
@@ -103,7 +107,7 @@ class Replacement:
         try:
             for operator in operators:
                 library.impl(operator.operator, operator, self._dispatch_key, with_keyset=True)
-        except Exception:
+        except BaseException:
             library._destroy()
             raise
         return library
@@ -195,8 +199,9 @@ class ReplacedOperator:
             return self._hand_back
         _noting.is_on = True
         try:
-            try_out(self._function, args, kwargs, self._written(args, kwargs))
-        except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
+            with rehearsal():
+                try_out(self._function, args, kwargs, self._written(args, kwargs))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
             self._say(_raised(error))
             return self._keep(key, self._hand_back)
         finally:
@@ -287,7 +292,7 @@ class PlannedOperator(ReplacedOperator):
             return note(self._function, args, kwargs, self._written(args, kwargs), self._device)
         except NoPlanError as error:
             self._say(f"its launches cannot be kept: {error}")
-        except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the call is PyTorch's
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code; the reason is reported
             self._say(_raised(error))
         finally:
             _noting.is_on = False
@@ -358,7 +363,7 @@ def _add_to_key(key: list[Any], tensors: list[torch.Tensor], value: Any) -> None
         key += (type(value), value.hex() if isinstance(value, float) else value)
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     return f"FlagGems' function raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

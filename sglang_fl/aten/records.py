@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sglang_fl.aten.gems import Entry
 
+logger = logging.getLogger("sglang_fl.aten")
 GEMS_LOGGER = "flag_gems"
 ATEN_PREFIX = "flag_gems.ops."
 # Where FlagGems writes by itself.
@@ -16,6 +19,63 @@ DEFAULT_PATH = Path("~/.flaggems/oplist.log")
 _FORMAT = "[%(levelname)s] %(name)s.%(funcName)s: %(message)s"
 # FlagGems' kernels for one chip lie in folders of this name, and log under names of their own.
 _CHIP_FOLDER = ".ops."
+_rehearsing = threading.local()
+
+
+class RecordError(RuntimeError):
+    """The file cannot be written; the message says which and why."""
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, what this thread calls is not recorded: a call that is only tried, before it is made."""
+    _rehearsing.is_on = True
+    try:
+        yield
+    finally:
+        _rehearsing.is_on = False
+
+
+def _is_no_rehearsal(record: logging.LogRecord) -> bool:
+    return not getattr(_rehearsing, "is_on", False)
+
+
+class _RecordFile(logging.FileHandler):
+    """Ends with the first line that cannot be written, on a full disk for example, and says so once."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, mode="a")
+        self._listened: list[tuple[logging.Logger, int, bool]] = []
+        self._has_failed = False
+
+    def listen(self, name: str) -> None:
+        """Write what is logged under ``name``, and nowhere else: otherwise all calls would be in the server's log."""
+        source = logging.getLogger(name)
+        self._listened.append((source, source.level, source.propagate))
+        source.setLevel(logging.DEBUG)
+        source.addHandler(self)
+        source.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, as long as that succeeded."""
+        if not self._has_failed:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        """What logging calls for a line that could not be written."""
+        self._has_failed = True
+        error = sys.exc_info()[1]
+        for source, level, propagate in self._listened:
+            source.removeHandler(self)
+            source.setLevel(level)
+            source.propagate = propagate
+        with contextlib.suppress(OSError):
+            self.close()
+        logger.warning(
+            "[sglang_fl] layer 1, ATen operators: not recorded from here on: %s cannot be written: %s",
+            self.baseFilename,
+            error,
+        )
 
 
 class _AtenOnlyFilter(logging.Filter):
@@ -57,24 +117,26 @@ def start(path: Path | None, rank: int, once: bool, entries: Iterable[Entry]) ->
     Returns the file that is written.
 
     Raises:
-        OSError: the file cannot be written.
+        RecordError: the file cannot be written.
     """
-    target = path_of_rank(path or DEFAULT_PATH.expanduser(), rank)
-    if path is None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(target, mode="a")
+    target = path or DEFAULT_PATH
+    try:
+        target = path_of_rank(target.expanduser() if path is None else target, rank)
+        if path is None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        handler = _RecordFile(target)
+    except (OSError, ValueError, RuntimeError) as error:
+        # ValueError: no name for a file, as "/"; RuntimeError: nobody's home.
+        raise RecordError(f"{target}: {getattr(error, 'strerror', None) or error}") from error
     handler.setFormatter(logging.Formatter(_FORMAT))
     chip_loggers = frozenset(_chip_loggers(entries))
+    handler.addFilter(_is_no_rehearsal)
     handler.addFilter(_AtenOnlyFilter(chip_loggers))
     if once:
         handler.addFilter(_OncePerOperator())
     beneath = {name for name in chip_loggers if name.startswith(f"{GEMS_LOGGER}.")}
     for name in {GEMS_LOGGER} | (chip_loggers - beneath):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.DEBUG)
-        logger.addHandler(handler)
-        # Without this every call would also reach the server's log.
-        logger.propagate = False
+        handler.listen(name)
     return target
 
 
@@ -88,6 +150,6 @@ def _chip_loggers(entries: Iterable[Entry]) -> Iterable[str]:
         module_name = getattr(entry.function, "__module__", "")
         if module_name.startswith(ATEN_PREFIX) or _CHIP_FOLDER not in module_name:
             continue
-        logger = getattr(sys.modules.get(module_name), "logger", None)
-        if isinstance(logger, logging.Logger):
-            yield logger.name
+        found = getattr(sys.modules.get(module_name), "logger", None)
+        if isinstance(found, logging.Logger):
+            yield found.name

@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from triton.compiler.compiler import CompiledKernel
 
-from sglang_fl.aten import planned
+from sglang_fl.aten import planned, records
 from sglang_fl.aten.gems import Entry
 from sglang_fl.aten.launches import NoPlanError, is_supported, note
 from sglang_fl.aten.planned import EagerOperator, GraphOperator, PlannedOperator, ReplacedOperator
@@ -420,12 +421,21 @@ class TestOperator:
             assert same.add_(same).tolist() == [2, 4]
         assert len(kernel.launches) == launches > 0
 
-    def test_for_a_record_the_function_is_called_each_time(self, put: Any, device: HostDevice) -> None:
-        """Given records, when called three times, then FlagGems' function ran three times, and once to be tried."""
+    def test_for_a_record_the_function_is_called_each_time(
+        self, put: Any, device: HostDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Given records, when called three times, then FlagGems' function ran three times, and once to be tried, and
+        the calls alone are in the record.
+        """
         calls = []
+        gems = logging.getLogger(records.GEMS_LOGGER)
+        for name, value in (("handlers", []), ("level", gems.level), ("propagate", gems.propagate)):
+            monkeypatch.setattr(gems, name, value)
+        target = records.start(tmp_path / "x.txt", 0, False, [])
 
         def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             calls.append(1)
+            logging.getLogger("flag_gems.ops.add").debug("GEMS ADD")
             return left.clone()
 
         put("add.Tensor", function, Forms([measured(FORM)]), device, kind=EagerOperator)
@@ -433,6 +443,19 @@ class TestOperator:
             for _ in range(3):
                 assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [1, 2]
         assert len(calls) == 4
+        assert len(target.read_text().splitlines()) == 3
+
+    @pytest.mark.parametrize("kind", [EagerOperator, PlannedOperator, GraphOperator])
+    def test_a_function_that_ends_the_process_is_pytorchs(self, put: Any, device: HostDevice, kind: Any) -> None:
+        """Given a function that calls sys.exit, when called, then every call is PyTorch's, and the process goes on."""
+
+        def function(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            raise SystemExit(3)
+
+        put("add.Tensor", function, Forms([measured(FORM)]), device, kind=kind)
+        with torch.inference_mode():
+            for _ in range(3):
+                assert torch.add(tensor(1, 2), tensor(1, 1)).tolist() == [2, 3]
 
     def test_a_graph_has_the_function_itself(self, put: Any, device: HostDevice) -> None:
         """Given a graph's operator, when warmed up and captured, then FlagGems' function is called each time, and once
