@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 PACKAGE = "flag_gems"
-# FlagGems 4.2 and 5.0 have DeviceDetector in the first module, 5.3 and later in the second.
+LIST = "_FULL_CONFIG"
+FIRST_VERSION, OLD_VERSIONS = "5.0", ("1.", "2.", "3.", "4.")
+NOT_IMPORTED, NO_DEVICE = "cannot be imported", "cannot tell its device"
+# FlagGems 5.0 has DeviceDetector in the first module, 5.3 and later in the second.
 DETECTOR_MODULES = ("flag_gems.runtime.backend.device", "flag_gems.runtime.backend.device_finder")
 
 
@@ -60,19 +64,25 @@ class Gems:
         wanted = set(names)
         return [entry.key for entry in self.entries if entry.name in wanted]
 
+    def without_schema(self, names: Iterable[str]) -> list[str]:
+        """The functions of ``names`` for whose operators this PyTorch has no schema, sorted: it never calls them."""
+        called = {entry.name for entry in self.entries if has_schema(entry.key)}
+        return sorted(set(names) - called)
+
     def default_exclusions(self) -> set[str]:
         """The functions that FlagGems leaves out by itself on this device: none of its kernels is right for all.
 
         In 5.0 these are the vendor's list and the ``exclude`` lists of its enable_configs.yaml; a call of ``enable``
         with a list of one's own loses the latter.
         """
-        excluded = set(self._vendor_exclusions())
-        resolve = _find(f"{PACKAGE}.config", "resolve_user_setting")
-        if resolve is not None:
-            with warnings.catch_warnings():
-                # It warns of each file that has no such list.
-                warnings.simplefilter("ignore")
-                excluded |= set(resolve("default", "exclude"))
+        with foreign_code(self.version, "does not say which operators it leaves out by itself"):
+            excluded = set(self._vendor_exclusions())
+            resolve = _find(f"{PACKAGE}.config", "resolve_user_setting")
+            if resolve is not None:
+                with warnings.catch_warnings():
+                    # It warns of each file that has no such list.
+                    warnings.simplefilter("ignore")
+                    excluded |= set(resolve("default", "exclude"))
         return excluded & self.names()
 
     def _vendor_exclusions(self) -> Iterable[str]:
@@ -97,6 +107,18 @@ def installed_version() -> str | None:
         return None
 
 
+def why_unusable() -> str:
+    """Why there is no FlagGems that can be used, as far as that is known without its import; "" where there is one."""
+    if not is_installed():
+        return "flag_gems is not installed: pip install flag-gems"
+    if importlib.util.find_spec("triton") is None:
+        return "flag_gems is installed, but triton, which its kernels are written in, is not"
+    number, spec = installed_version(), importlib.util.find_spec(PACKAGE)
+    if number is None or spec is None or spec.origin is None or not number.startswith(OLD_VERSIONS):
+        return ""
+    return "" if LIST in Path(spec.origin).read_text(errors="replace") else _has_no_list(number)
+
+
 def load() -> Gems:
     """Import FlagGems and read its list. It detects its device while it is imported.
 
@@ -105,17 +127,47 @@ def load() -> Gems:
     """
     if not is_installed():
         raise GemsError("flag_gems is not installed: pip install flag-gems")
-    try:
+    with foreign_code(installed_version(), NOT_IMPORTED):
         module = importlib.import_module(PACKAGE)
-    except Exception as error:
-        raise GemsError(_import_failure(error)) from error
-    number = str(getattr(module, "__version__", None) or installed_version() or "of unknown version")
-    detector = _detector()
+        number = str(getattr(module, "__version__", None) or installed_version() or "of unknown version")
+    with foreign_code(number, NO_DEVICE):
+        detector = _detector(number)
+        vendor, device, key = detector.vendor_name, detector.name, _dispatch_key(detector)
+    if not hasattr(module, LIST):
+        raise GemsError(_has_no_list(number))
+    with foreign_code(number, "has not the list that sglang_fl knows"):
+        return Gems(module, number, tuple(_entries(module)), vendor, device, key)
+
+
+def has_schema(key: str) -> bool:
+    """Whether this PyTorch has the ATen operator ``key``; a kernel can be registered for one that it has not."""
+    import torch
+
+    base, _, overload = key.partition(".")
     try:
-        entries = tuple(_entries(module))
-        return Gems(module, number, entries, detector.vendor_name, detector.name, _dispatch_key(detector))
-    except (AttributeError, TypeError, IndexError) as error:
-        raise GemsError(f"flag_gems {number} has not the list that sglang_fl knows ({error})") from error
+        # torch.ops would look it up, but raises for other reasons as well.
+        torch._C._dispatch_find_schema_or_throw(f"aten::{base}", overload)
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def foreign_code(number: str | None, problem: str) -> Iterator[None]:
+    """Around all that runs FlagGems' code: whatever that raises, also to end the process, is a reason of layer 1.
+
+    number: FlagGems' version, None where it is not known. problem: what could not be had, for the reason.
+
+    Raises:
+        GemsError: names FlagGems, its version and the exception. KeyboardInterrupt passes.
+    """
+    try:
+        yield
+    except (GemsError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        name = PACKAGE if number is None else f"{PACKAGE} {number}"
+        raise GemsError(f"{name} {_problem(problem, error)}") from error
 
 
 @contextmanager
@@ -142,12 +194,12 @@ def _entries(module: ModuleType) -> Iterator[Entry]:
             yield Entry(key, getattr(function, "__name__", str(function)), function)
 
 
-def _detector() -> Any:
+def _detector(number: str) -> Any:
     for name in DETECTOR_MODULES:
         found = _find(name, "DeviceDetector")
         if found is not None:
             return found()
-    raise GemsError(f"flag_gems has DeviceDetector neither in {' nor in '.join(DETECTOR_MODULES)}")
+    raise GemsError(f"{PACKAGE} {number} has DeviceDetector neither in {' nor in '.join(DETECTOR_MODULES)}")
 
 
 def _dispatch_key(detector: Any) -> str:
@@ -155,16 +207,26 @@ def _dispatch_key(detector: Any) -> str:
 
 
 def _find(module: str, attribute: str) -> Any:
+    """None where there is no such module; one that cannot be imported raises."""
     try:
         return getattr(importlib.import_module(module), attribute, None)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
         return None
 
 
-def _import_failure(error: Exception) -> str:
+def _has_no_list(number: str) -> str:
+    return (
+        f"{PACKAGE} {number} has no {LIST}, the list of its operators that {FIRST_VERSION} and later have: "
+        f"pip install 'flag-gems>={FIRST_VERSION}'"
+    )
+
+
+def _problem(problem: str, error: BaseException) -> str:
     text = " ".join(str(error).split())
-    if "No device" in text or "not supported" in text:
-        return f"flag_gems finds no device that it knows here ({text})"
+    if problem in (NOT_IMPORTED, NO_DEVICE) and ("no device" in text.lower() or "not supported" in text):
+        return f"finds no device that it knows here ({text})"
     if isinstance(error, ModuleNotFoundError):
-        return f"flag_gems lacks a package: {text}. Install it beside flag_gems"
-    return f"flag_gems cannot be imported: {type(error).__name__}: {text}"
+        return f"lacks a package: {text}. Install it beside {PACKAGE}"
+    return f"{problem}: {type(error).__name__}: {text}"

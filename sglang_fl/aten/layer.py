@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ logger = logging.getLogger("sglang_fl.aten")
 STORED_TABLES = {"nvidia.yaml": Path(__file__).with_name("data") / "nvidia_sweep.csv"}
 _OFF_SWITCHES = "SGLANG_FL_FLAGOS_PROFILE=full replaces every operator that FlagGems has"
 _EXPLICIT = (SourceKind.ENVIRONMENT, SourceKind.YAML)
+_REGISTERING = "failed while it registered"
 _lock = threading.Lock()
 _outcome: Outcome | None = None
 # What is registered lives as long as this.
@@ -113,14 +113,8 @@ def capturing() -> Iterator[None]:
         return
     try:
         _register(*_in_graphs)
-    except Exception as error:  # noqa: BLE001 - third-party code; the reason is reported, the graphs are PyTorch's
-        logger.warning(
-            "[sglang_fl] layer 1, ATen operators: none is replaced in these graphs, FlagGems failed while it "
-            "registered: %s: %s",
-            type(error).__name__,
-            error,
-        )
-        _take_back()
+    except flag_gems.GemsError as error:
+        logger.warning("[sglang_fl] layer 1, ATen operators: none is replaced in these graphs: %s", error)
     try:
         yield
     finally:
@@ -139,10 +133,8 @@ def _off_reason(settings: Settings, platform: str | None) -> str | None:
         return f"{settings.source('aten.enabled').where} switches it off"
     if platform == "cpu":
         return "this process runs on the CPU, for which FlagGems has no device"
-    if not flag_gems.is_installed():
-        return "flag_gems is not installed: pip install flag-gems"
-    if importlib.util.find_spec("triton") is None:
-        return "flag_gems is installed, but triton, which its kernels are written in, is not"
+    if flag_gems.why_unusable():
+        return flag_gems.why_unusable()
     if _is_verified(settings) and not aten.verified:
         return f"profile verified, and no operator has been verified on this platform; {_OFF_SWITCHES}"
     return None
@@ -169,9 +161,13 @@ def _off(settings: Settings, reason: str, *more: str) -> Outcome:
 
 def _switch_on(settings: Settings) -> Outcome:
     try:
-        gems = flag_gems.load()
+        return _replace_operators(settings)
     except flag_gems.GemsError as error:
         return _off(settings, str(error))
+
+
+def _replace_operators(settings: Settings) -> Outcome:
+    gems = flag_gems.load()
     accelerator = torch.accelerator.current_accelerator()
     device = accelerator.type if accelerator is not None else "cpu"
     if gems.device != device:
@@ -190,13 +186,13 @@ def _switch_on(settings: Settings) -> Outcome:
 def _replace_all(settings: Settings, gems: flag_gems.Gems, plan: Plan) -> Outcome:
     """Put FlagGems' functions in the operators' place as FlagGems does, for good or for graphs."""
     global _in_graphs
-    try:
-        done, failed = _register(gems, plan)
-    except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
-        _take_back()
-        return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
+    done = _register(gems, plan)
+    failed = _not_registered(gems, plan, done)
     if not done:
         return _off(settings, f"FlagGems {gems.version} registered no operator", *plan.unknown, *failed)
+    if failed and not plan.is_everything and settings.ops.strict and is_asked_for(settings):
+        _take_back()
+        raise AtenError(f"sglang_fl: {plan.chosen_by}: {failed[0]}. SGLANG_FL_STRICT=0 serves with the rest.")
     if _is_verified(settings):
         _take_back()
         _in_graphs = gems, plan
@@ -209,13 +205,16 @@ def _replace_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, tabl
     global _replacement
     from sglang_fl.aten import launches
     from sglang_fl.aten.planned import Replacement
-    from sglang_fl.aten.sweep.results import LEAST_EAGER_GAIN_US, Table
+    from sglang_fl.aten.sweep.results import LEAST_EAGER_GAIN_US, Table, TableError
 
     problem = launches.is_supported()
     if problem:
         return _off(settings, f"profile verified keeps FlagGems' launches, and {problem}", *plan.unknown)
-    table = Table.read(table_file)
     try:
+        table = Table.read(table_file)
+    except (TableError, OSError) as error:
+        return _off(settings, f"the table of the measured calls cannot be read: {error}", *plan.unknown)
+    with flag_gems.foreign_code(gems.version, _REGISTERING):
         replacement = Replacement(
             _CountingLibrary,
             gems,
@@ -226,8 +225,6 @@ def _replace_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, tabl
             exact_only=_world_size() > 1,
             keeps_plans=not settings.aten.record,
         )
-    except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
-        return _off(settings, f"FlagGems {gems.version} failed while it registered: {type(error).__name__}: {error}")
     if not replacement.in_graphs:
         replacement.take_back()
         return _off(settings, f"no call of {', '.join(plan.names)} was measured", *plan.unknown)
@@ -245,10 +242,11 @@ def _report_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, table
     assert _replacement is not None
     mine, recorded = table.call_share()
     origin = table.origin
-    called = [name for name in table.called() if name in plan.names]
+    names = _replaced_names(gems, plan, [operator.operator for operator in _replacement.in_graphs])
+    called = [name for name in table.called() if name in names]
     eager = ", ".join(operator.operator for operator in _replacement.eager) or "none"
     parts = [
-        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators for the "
+        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(names)} operators for the "
         f"calls that were measured to be right and not slower, inside CUDA graphs ({len(_replacement.in_graphs)} ATen "
         f"overloads) and, where it saves more than it costs on the host, outside ({eager}); {mine} of {recorded} "
         f"device calls of {origin['model']} that FlagGems has kernels for, of {', '.join(called)}"
@@ -259,12 +257,16 @@ def _report_measured(settings: Settings, gems: flag_gems.Gems, plan: Plan, table
         parts.append("with more than one rank only where values are PyTorch's bit for bit")
     if plan.left_out:
         parts.append(f"left to PyTorch: {', '.join(plan.left_out)}")
-    parts.append(", ".join(plan.names))
+    parts += _not_replaced(settings, plan)
+    parts.append(", ".join(names))
     return "; ".join(parts)
 
 
 class _CountingLibrary(torch.library.Library):
-    """A library that notes what was registered in it: FlagGems only logs what it could not register."""
+    """A library that notes what was registered in it: FlagGems only logs what it could not register.
+
+    What PyTorch has no operator for, which nothing would ever call, is not registered.
+    """
 
     def __init__(self) -> None:
         super().__init__("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
@@ -272,26 +274,32 @@ class _CountingLibrary(torch.library.Library):
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
         """Register and note; an operator may be registered for more than one dispatch key."""
+        if not flag_gems.has_schema(op_name):
+            return
         super().impl(op_name, fn, dispatch_key, **options)  # type: ignore[no-untyped-call]  # torch has no types here
         self.done.append(op_name)
 
 
-def _register(gems: flag_gems.Gems, plan: Plan) -> tuple[list[str], list[str]]:
-    """The ATen operators that are registered, and a text for each that should be and is not."""
+def _register(gems: flag_gems.Gems, plan: Plan) -> list[str]:
+    """The ATen operators that are registered; what was, before FlagGems failed, is taken back.
+
+    Raises:
+        GemsError: it failed.
+    """
     global _library
     library = _library = _CountingLibrary()
-    with warnings.catch_warnings():
-        # PyTorch warns of each kernel that is put over another; that is what is wanted here.
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        if plan.is_everything:
-            gems.module.enable(lib=library, unused=[*plan.left_out, *plan.wrong])
-        else:
-            gems.module.only_enable(lib=library, include=list(plan.names))
-    done = list(dict.fromkeys(library.done))
-    missing = [key for key in gems.keys(plan.names) if key not in library.done]
-    if not missing:
-        return done, []
-    return done, [f"FlagGems {gems.version} did not register {', '.join(missing)}; PyTorch's own operators stay"]
+    try:
+        with flag_gems.foreign_code(gems.version, _REGISTERING), warnings.catch_warnings():
+            # PyTorch warns of each kernel that is put over another; that is what is wanted here.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            if plan.is_everything:
+                gems.module.enable(lib=library, unused=[*plan.left_out, *plan.wrong])
+            else:
+                gems.module.only_enable(lib=library, include=list(plan.names))
+    except BaseException:
+        _take_back()
+        raise
+    return list(dict.fromkeys(library.done))
 
 
 def _take_back() -> None:
@@ -307,20 +315,22 @@ def _start_records(settings: Settings, gems: flag_gems.Gems) -> list[str]:
         return []
     distributed = torch.distributed
     rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    where = settings.source("aten.log_path").where
     try:
         path = records.start(aten.log_path, rank, aten.log_once, gems.entries)
-    except OSError as error:
-        where = settings.source("aten.log_path").where
-        return [f"the ATen operators are not recorded: {error.filename} (from {where}): {error.strerror}"]
+    except records.RecordError as error:
+        return [f"the ATen operators are not recorded: {error} (from {where})"]
     logger.info("[sglang_fl] layer 1, ATen operators: recorded in %s", path)
     return []
 
 
 def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str]) -> str:
+    names = _replaced_names(gems, plan, done)
     parts = [
-        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(plan.names)} operators "
+        f"FlagGems {gems.version} on {gems.vendor}: {plan.chosen_by} replaces {len(names)} operators "
         f"({len(done)} ATen overloads){' inside CUDA graphs' if _is_verified(settings) else ''}"
     ]
+    parts += _not_replaced(settings, plan)
     if plan.left_out:
         shown = ", ".join(plan.left_out[:10]) + (", ..." if len(plan.left_out) > 10 else "")
         parts.append(f"left to PyTorch: {shown}")
@@ -328,5 +338,27 @@ def _report(settings: Settings, gems: flag_gems.Gems, plan: Plan, done: list[str
         where = settings.source("aten.wrong").where
         parts.append(f"left to PyTorch as wrong on this platform ({where}): {', '.join(plan.wrong)}")
     if not plan.is_everything:
-        parts.append(", ".join(plan.names))
+        parts.append(", ".join(names))
     return "; ".join(parts)
+
+
+def _replaced_names(gems: flag_gems.Gems, plan: Plan, keys: Collection[str]) -> list[str]:
+    """FlagGems' functions that stand for the ATen operators ``keys``."""
+    return [name for name in plan.names if any(key in keys for key in gems.keys([name]))]
+
+
+def _not_registered(gems: flag_gems.Gems, plan: Plan, done: Collection[str]) -> list[str]:
+    """What FlagGems passed over, in one text; nothing where it registered all that it should have."""
+    keys = [key for key in gems.keys(plan.names) if key not in done and flag_gems.has_schema(key)]
+    return [f"FlagGems {gems.version} did not register {', '.join(keys)}; PyTorch's own operators stay"] if keys else []
+
+
+def _not_replaced(settings: Settings, plan: Plan) -> list[str]:
+    """What is meant and not here, and no fault of the user's."""
+    parts = []
+    if plan.without_schema:
+        names = ", ".join(plan.without_schema)
+        parts.append(f"torch {torch.__version__} has no operators for FlagGems' {names}")
+    if plan.not_here:
+        parts.append(f"this FlagGems has not {', '.join(plan.not_here)}, of the platform's own lists")
+    return parts

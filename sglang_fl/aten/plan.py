@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sglang_fl.aten.gems import Gems
-from sglang_fl.config import AtenProfile, Settings, closest
+from sglang_fl.config import AtenProfile, Settings, SourceKind, closest
 
-_LISTS = ("aten.whitelist", "aten.blacklist", "aten.verified", "aten.wrong")
+# The lists of what is to be replaced, as opposed to left out.
+_REPLACING = ("aten.whitelist", "aten.verified")
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class Plan:
 
     names: FlagGems' function names, sorted. chosen_by: profile or list with its source, for the report.
     is_everything: whether FlagGems' whole list is meant, less ``left_out``. left_out: names that a black list or
-    FlagGems itself takes away. unknown: a text for each name that FlagGems does not have. wrong: what the platform's
-    list of wrong operators takes from profile full.
+    FlagGems itself takes away. unknown: a text for each name of a user's list that FlagGems, or PyTorch, does not have.
+    wrong: what the platform's list of wrong operators takes from profile full. without_schema: what would be meant,
+    but PyTorch has no operator for. not_here: names of the platform's own lists that this FlagGems does not have.
     """
 
     names: tuple[str, ...]
@@ -27,6 +29,8 @@ class Plan:
     left_out: tuple[str, ...]
     unknown: tuple[str, ...]
     wrong: tuple[str, ...] = ()
+    without_schema: tuple[str, ...] = ()
+    not_here: tuple[str, ...] = ()
 
 
 def make_plan(settings: Settings, gems: Gems) -> Plan:
@@ -36,11 +40,13 @@ def make_plan(settings: Settings, gems: Gems) -> Plan:
     full what is known to be wrong on the platform.
     """
     resolver = NameResolver(gems)
-    unknown = tuple(text for field in _LISTS for text in _unknown(settings, field, resolver, gems))
     aten = settings.aten
+    unknown = tuple(text for field in aten.used_lists() for text in _unknown(settings, field, resolver, gems))
     if aten.whitelist is not None:
         names = resolver.resolve(aten.whitelist)
-        return Plan(_sorted(names), f"white list ({_where(settings, 'aten.whitelist')})", False, (), unknown)
+        missing = gems.without_schema(names)
+        chosen_by = f"white list ({_where(settings, 'aten.whitelist')})"
+        return Plan(_sorted(names - {*missing}), chosen_by, False, (), unknown, without_schema=tuple(missing))
     left_out = gems.default_exclusions() | resolver.resolve(aten.blacklist)
     is_everything = aten.profile is AtenProfile.FULL
     all_names = gems.names() if is_everything else resolver.resolve(aten.verified)
@@ -49,25 +55,30 @@ def make_plan(settings: Settings, gems: Gems) -> Plan:
     chosen_by = f"profile {aten.profile} ({_where(settings, source)})"
     if aten.blacklist:
         chosen_by += f" less the black list ({_where(settings, 'aten.blacklist')})"
+    missing = gems.without_schema(all_names - left_out - wrong)
     return Plan(
-        names=_sorted(all_names - left_out - wrong),
+        names=_sorted(all_names - left_out - wrong - {*missing}),
         chosen_by=chosen_by,
         is_everything=is_everything,
         left_out=_sorted(all_names & left_out),
         unknown=unknown,
         wrong=_sorted(wrong),
+        without_schema=tuple(missing),
+        not_here=_not_here(settings, resolver),
     )
 
 
 class NameResolver:
     """FlagGems' function names of what users write.
 
-    That is such a name (``add``, ``true_divide``), an ATen operator (``div.Tensor``) or the same without its overload
-    (``div``: every function that FlagGems has for it; also ``softmax`` for ``_softmax``).
+    That is such a name (``add``, ``true_divide``), an ATen operator (``div.Tensor``, ``mm.default``) or the same
+    without its overload (``div``: every function that FlagGems has for it; also ``softmax`` for ``_softmax``).
     """
 
     def __init__(self, gems: Gems) -> None:
+        self._version = gems.version
         self._by_spelling: dict[str, set[str]] = {}
+        self._by_key: dict[str, str] = {entry.key: entry.name for entry in gems.entries}
         for entry in gems.entries:
             base = entry.key.partition(".")[0]
             for spelling in (entry.key, base, base.strip("_")):
@@ -77,27 +88,50 @@ class NameResolver:
 
     def resolve(self, names: Iterable[str]) -> set[str]:
         """Names that are not known add nothing; see :meth:`is_known`."""
-        return {found for name in names for found in self._by_spelling.get(name, ())}
+        return {found for name in names for found in self._functions(name)}
 
     def is_known(self, name: str) -> bool:
         """Whether FlagGems has something of that name."""
-        return name in self._by_spelling
+        return bool(self._functions(name))
 
-    def suggestion(self, name: str) -> str | None:
-        """The nearest name that is known."""
-        return closest(name, sorted(self._by_spelling))
+    def _functions(self, name: str) -> Iterable[str]:
+        base, _, overload = name.rpartition(".")
+        if overload == "default" and base in self._by_key:
+            return (self._by_key[base],)
+        return self._by_spelling.get(name, ())
+
+    def problem(self, name: str) -> str:
+        """That FlagGems does not have ``name``, and the nearest that it has: of the same operator, if it has that."""
+        base = name.partition(".")[0]
+        same = [known for known in self._by_spelling if known.partition(".")[0] == base]
+        suggestion = closest(name, sorted(same or self._by_spelling), cutoff=0.0 if same else 0.6)
+        hint = f" Did you mean {suggestion!r}?" if suggestion else ""
+        return f"FlagGems {self._version} has no operator {name!r}.{hint}"
 
 
 def _unknown(settings: Settings, field: str, resolver: NameResolver, gems: Gems) -> Iterable[str]:
+    """Of the user's own lists: a text for each name that replaces, or leaves out, nothing."""
+    if _is_platforms(settings, field):
+        return
     for name in settings.value(field) or ():
-        if resolver.is_known(name):
+        found = resolver.resolve([name])
+        if not found:
+            problem = resolver.problem(name)
+        elif field in _REPLACING and len(gems.without_schema(found)) == len(found):
+            problem = f"this PyTorch has no operator for FlagGems' {name!r}."
+        else:
             continue
-        suggestion = resolver.suggestion(name)
-        hint = f" Did you mean {suggestion!r}?" if suggestion else ""
-        yield (
-            f"{_where(settings, field)}: FlagGems {gems.version} has no operator {name!r}; it is left as it is.{hint} "
-            "Correct the name or remove it."
-        )
+        yield f"{_where(settings, field)}: {problem} It is left as it is. Correct the name or remove it."
+
+
+def _not_here(settings: Settings, resolver: NameResolver) -> tuple[str, ...]:
+    fields = [field for field in settings.aten.used_lists() if _is_platforms(settings, field)]
+    return tuple(name for field in fields for name in settings.value(field) if not resolver.is_known(name))
+
+
+def _is_platforms(settings: Settings, field: str) -> bool:
+    """Whether a list comes with this package: its user can do nothing about it."""
+    return settings.source(field).kind in (SourceKind.PLATFORM, SourceKind.DEFAULT)
 
 
 def _where(settings: Settings, field: str) -> str:
