@@ -94,10 +94,17 @@ static int start_thread(sglang_fl_flagcx_job *job) {
   return 0;
 }
 
+static void work_interrupt(sglang_fl_flagcx_job *job);
+
 static sglang_fl_flagcx_job *job_start(sglang_fl_flagcx_job *job, int32_t *code) {
   job->owners = 2; /* the thread and the caller */
   *code = start_thread(job) == 0 ? 0 : SGLANG_FL_FLAGCX_NO_THREAD;
   if (*code == 0) return job;
+  if (job->work == work_interrupt) { /* or a call that hangs would never end: its caller waits for it itself */
+    *code = 0;
+    job_thread(job);
+    return job;
+  }
   job->owners = 1;
   job_drop(job);
   return NULL;

@@ -11,12 +11,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from multiprocessing.util import Finalize
 
 import torch
 
 from sglang_fl.comm.errors import CollectiveTimeout, CommError, PeerLost
+from sglang_fl.comm.threads import start_thread
 from sglang_fl.comm.types import Work
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -76,6 +77,9 @@ class PendingSends:
             CommError: an earlier send failed, CollectiveTimeout or PeerLost where it was that; the group is destroyed.
             CollectiveTimeout: the sends under way made no room within the limit; names who does not receive them.
         """
+        with self._changed:
+            if self._thread is None:  # before anything is sent whose buffer it is to hold
+                self._start_thread()
         self._reserve(size_bytes, dst)
         try:
             held = _Held(self, begin(), size_bytes, dst)
@@ -86,8 +90,6 @@ class PendingSends:
             raise
         with self._changed:
             self._in_flight[dst] += 1
-            if self._thread is None:
-                self._start_thread()
             self._works.put(held)
 
     def drain(self, limit_s: float) -> str:
@@ -143,11 +145,13 @@ class PendingSends:
 
     def _start_thread(self) -> None:
         # A process that ends right after ``send`` has returned must not take the data along.
+        try:
+            self._thread = start_thread(partial(_wait_for_all, self._works), "sglang_fl-sends")
+        except CommError as error:
+            raise CommError(f"group {self.group}: a send cannot be waited for, so nothing is sent: {error}") from error
         _drain_at_exit(os.getpid())
         _unfinished.add(self)
         weakref.finalize(self, self._works.put, None).atexit = False
-        self._thread = threading.Thread(target=_wait_for_all, args=(self._works,), name="sglang_fl-sends", daemon=True)
-        self._thread.start()
 
     def ended(self, dst: int, size_bytes: int, error: Exception | None) -> None:
         """A send to ``dst`` has ended, with ``error`` if not with success."""

@@ -159,7 +159,7 @@ def _around(ring: CallRing, subject: _Subject, call: Callable[..., Any]) -> Call
     is_capturing = getattr(ring.marker, "is_capturing", None)
     site = CallSite()
     known, find = site.known, site.find
-    frame_at, clock = sys._getframe, time.time_ns
+    frame_at, clock = sys._getframe, time.monotonic_ns
 
     def recorded_call(*arguments: Any) -> Any:
         if ring.refusal is not None:

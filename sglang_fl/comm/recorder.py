@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_fl.comm.errors import CommError
@@ -32,6 +33,8 @@ class RecordedCall:
         time_in_s: when it was entered, seconds since the epoch.
         time_out_s: when it returned, for work on a device when it was enqueued; None while it has not.
         error: what it ended with, if not with success.
+        entered_s: when it was entered, ``time.monotonic()`` of its process; not in a dump. Ages come from it: the
+            clock of the day may be set.
     """
 
     number: int
@@ -45,6 +48,7 @@ class RecordedCall:
     time_in_s: float = 0.0
     time_out_s: float | None = None
     error: str = ""
+    entered_s: float = field(default=0.0, compare=False)
 
     def what(self) -> str:
         """Operation, dtype, elements and root: what all ranks of a collective must have in common."""
@@ -53,7 +57,7 @@ class RecordedCall:
 
     def row(self) -> dict[str, Any]:
         """For JSON; :func:`from_row` reads it."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "entered_s"}
 
 
 def from_row(row: Mapping[str, Any]) -> RecordedCall:
@@ -63,6 +67,11 @@ def from_row(row: Mapping[str, Any]) -> RecordedCall:
         TypeError: a key is missing or unknown.
     """
     return RecordedCall(**row)
+
+
+def day_offset_ns() -> int:
+    """What to add to ``time.monotonic_ns()`` for nanoseconds since the epoch, as the clock of the day is now."""
+    return time.time_ns() - time.monotonic_ns()
 
 
 @dataclass(frozen=True)

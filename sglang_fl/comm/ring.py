@@ -14,12 +14,13 @@ from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.left_calls import has_left
 from sglang_fl.comm.marks import marker_for
 from sglang_fl.comm.places import Place, in_words
-from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder
+from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder, day_offset_ns
 from sglang_fl.comm.types import Work
 
 _NUMBER, _OPERATION, _DTYPE, _COUNT, _PEER, _STREAM, _CAPTURED, _PLACE, TIME_IN, TIME_OUT, _ERROR, ENDED = range(12)
 Row = list[Any]
-"""One call: what the indexes above say, with times in nanoseconds. It is replaced as a whole, never taken again."""
+"""One call: what the indexes above say, with times in nanoseconds of ``time.monotonic_ns()``: the clock of the day may
+be set while a call waits. It is replaced as a whole, never taken again."""
 
 
 class CallRing(Recorder):
@@ -70,7 +71,7 @@ class CallRing(Recorder):
             raise self.refused()
         self.has_captured_calls |= captured
         number = self.number + 1
-        row = [number, operation, dtype, count, peer, stream, captured, place, time.time_ns(), None, "", False]
+        row = [number, operation, dtype, count, peer, stream, captured, place, time.monotonic_ns(), None, "", False]
         self.rows[number % len(self.rows)] = row
         self.number = number
         return row
@@ -85,7 +86,7 @@ class CallRing(Recorder):
 
     def enqueued(self, row: Row) -> None:
         """Record that the call has returned; on a device its work may still be under way."""
-        row[TIME_OUT] = time.time_ns()
+        row[TIME_OUT] = time.monotonic_ns()
         row[ENDED] = True
 
     def mark(self, row: Row, is_close: bool = False) -> None:
@@ -133,7 +134,8 @@ class CallRing(Recorder):
     def calls(self) -> list[RecordedCall]:
         """See :meth:`Recorder.calls`."""
         rows = [row for row in self.rows if row is not None]
-        return [_shown(row) for row in sorted(rows, key=lambda row: int(row[_NUMBER]))]
+        offset_ns = day_offset_ns()
+        return [_shown(row, offset_ns) for row in sorted(rows, key=lambda row: int(row[_NUMBER]))]
 
     def under_way(self) -> RecordedCall | None:
         """See :meth:`Recorder.under_way`; of a work that was dropped nobody knows, and nobody waits."""
@@ -144,7 +146,8 @@ class CallRing(Recorder):
             rows.append(last)
         # A copy first: a row may end while it is looked at.
         open_rows = [row for row in map(list, rows) if not row[ENDED] and row[TIME_OUT] is None]
-        return _shown(min(open_rows, key=lambda row: int(row[_NUMBER]))) if open_rows else None
+        oldest = min(open_rows, key=lambda row: int(row[_NUMBER]), default=None)
+        return None if oldest is None else _shown(oldest, day_offset_ns())
 
     def ask_for_mark(self) -> None:
         """See :meth:`Recorder.ask_for_mark`."""
@@ -219,7 +222,7 @@ class RecordedWork:
         self.row[ENDED] = True
 
 
-def _shown(row: Row) -> RecordedCall:
+def _shown(row: Row, offset_ns: int) -> RecordedCall:
     time_out = row[TIME_OUT]
     return RecordedCall(
         number=row[_NUMBER],
@@ -230,9 +233,10 @@ def _shown(row: Row) -> RecordedCall:
         stream=row[_STREAM],
         captured=row[_CAPTURED],
         place=in_words(row[_PLACE]),
-        time_in_s=row[TIME_IN] / 1e9,
-        time_out_s=None if time_out is None else time_out / 1e9,
+        time_in_s=(row[TIME_IN] + offset_ns) / 1e9,
+        time_out_s=None if time_out is None else (time_out + offset_ns) / 1e9,
         error=row[_ERROR],
+        entered_s=row[TIME_IN] / 1e9,
     )
 
 

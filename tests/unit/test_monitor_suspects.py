@@ -128,8 +128,8 @@ class Told:
         self.told.append(key)
 
 
-class EndedError(Exception):
-    """In the place of the process's end."""
+class EndedError(BaseException):
+    """In the place of the process's end; no trouble of the monitor's own."""
 
 
 class Process:

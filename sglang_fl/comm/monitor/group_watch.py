@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import Creation
 from sglang_fl.comm.monitor.monitor import MONITOR
 from sglang_fl.comm.recorder import Recorder
@@ -79,7 +80,12 @@ def watch_group(context: GroupContext) -> GroupWatch:
     """``context``'s group under watch, as long as the returned object lives; with one rank there is nothing to see."""
     watch = GroupWatch(context.name, context.operation_timeout_s, context.timeout_s, context.creation)
     if context.records and context.world_size > 1:
-        MONITOR.watch(watch)
+        try:
+            MONITOR.watch(watch)
+        except CommError as error:
+            ranks = f"global rank {context.ranks[context.rank]} of {list(context.ranks)}"
+            text = f"group {context.name}, {ranks}: its calls cannot be watched, so it is not made: {error}"
+            raise CommError(text) from error
     return watch
 
 

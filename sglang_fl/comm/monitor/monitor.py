@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import itertools
 import math
 import os
@@ -10,7 +9,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
@@ -22,6 +22,7 @@ from sglang_fl.comm.dumps import DumpError, dump_calls, meeting_place
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
+from sglang_fl.comm.monitor.awake import Awake
 from sglang_fl.comm.monitor.board import Board, store_of
 from sglang_fl.comm.monitor.ending import end_process
 from sglang_fl.comm.monitor.suspects import Suspect, suspects
@@ -29,17 +30,22 @@ from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict
 from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
 from sglang_fl.comm.processes import this_process
 from sglang_fl.comm.recorder import RecordedCall, Recorder
+from sglang_fl.comm.threads import LOG, aside, start_early, start_thread
 
-logger = logging.getLogger("sglang_fl.comm")
 SLOW_S = 0.3  # a call that takes longer is looked into
 ABORT_LIMIT_S = 2.0
 DUMP_LIMIT_S = 2.0
 EXPLAIN_LIMIT_S = 2.0
 LEAVE_LIMIT_S = 0.5
 LINGER_S = 1.0
+LOG_LIMIT_S = 0.5
 _ASKED = 3  # calls of a device at most for which the peers are asked in turn who is missing
 _KEPT = 64  # recorders that were given up, of which the peers are told
 _AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the earlier
+# What of a pause or a look counts as waiting; longer than that the process was stopped, and its calls with it.
+_LONGEST_PAUSE_S = 1.0
+_LONGEST_TICK_S = 8.0  # a verdict and its dump
+_TROUBLE_S = 1.0  # for which the monitor tries again what it could not do for a call that is due
 
 
 @dataclass(frozen=True)
@@ -89,17 +95,24 @@ class Monitor:
         self._board: Board | None = None
         self._peers = Peers(0, None)
         self._has_answered = False
+        self._awake = Awake()
+        self._troubled: set[Watched] = set()
+        self._complaints: set[str] = set()
         self.has_concluded = False
 
     def watch(self, group: Group) -> None:
-        """Watch ``group`` as long as it lives. torch.distributed must be initialised."""
+        """Watch ``group`` as long as it lives. torch.distributed must be initialised.
+
+        Raises:
+            CommError: a thread that this needs cannot be started.
+        """
         with self._changing:
+            start_early()
             self._meet()
             self._groups.add(group)
             if self._thread is None:
+                self._thread = start_thread(self._run, "sglang_fl-monitor")
                 Finalize(None, self._leave, exitpriority=_AFTER_THE_SENDS)
-                self._thread = threading.Thread(target=self._run, name="sglang_fl-monitor", daemon=True)
-                self._thread.start()
 
     def notice(self, recorder: Recorder, limit_s: float) -> None:
         """Watch a recorder that a group has just made; the group must tell of it by the next tick."""
@@ -127,26 +140,36 @@ class Monitor:
 
         if self._world() is dist.group.WORLD:
             return
-        self._world, self._rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        world, rank = weakref.ref(dist.group.WORLD), dist.get_rank()
+        board = Board(partial(store_of, world), rank)
+        board.start()
+        self._world, self._rank, self._board = world, rank, board
         self._meeting = meeting_place()
-        self._board = Board(partial(store_of, self._world), self._rank)
-        self._board.start()
         self._peers = Peers(self._rank, self._board)
         self._has_answered = False
 
     def _run(self) -> None:
+        begin_s = time.monotonic()
         while not self._stop.wait(TICK_S):
-            self.tick()
+            woken_s = time.monotonic()
+            self._awake.passed(begin_s, woken_s, _LONGEST_PAUSE_S)
+            try:
+                self.tick()
+            except Exception as error:  # noqa: BLE001 - whatever it is: nothing else would end a call that hangs
+                self._cannot_go_on(error)
+            begin_s = time.monotonic()
+            self._awake.passed(woken_s, begin_s, _LONGEST_TICK_S)
 
     def tick(self) -> None:
-        """Look at everything once."""
+        """Look at everything once; what cannot be looked at does not keep it from the rest."""
+        self._troubled = set()
         self._refresh()
         now_s = time.monotonic()
         everything = self.watched()
         # Before it is asked what is under way: a call that was entered by then and is not under way has ended.
         entered = {entry.key: entry.recorder.entered() for entry in everything}
-        watched = [entry for entry in everything if entry.verdict is None]
-        pending = [(entry, found) for entry in watched if (found := entry.pending(now_s)) is not None]
+        watched = [entry for entry in everything if entry.verdict is None and not entry.is_given_up]
+        pending = self._pending(watched, now_s)
         slow = [(entry, found) for entry, found in pending if found.waited_s >= SLOW_S]
         board = self._board
         if board is not None:
@@ -162,16 +185,83 @@ class Monitor:
             if slow:
                 ranks = {rank for entry, _ in slow for rank in entry.recorder.ranks if rank != self._rank}
                 board.ask(ranks, [entry.key for entry, _ in slow])
-        due = [(entry, found, reason) for entry, found in slow if (reason := self._reason(entry, found, now_s))]
+        due = self._due(slow, now_s)
         for entry, found, reason in due:
             if entry.is_host:
-                self._conclude(entry, self._verdict(entry, found, reason))
-        self._name_on_device([one for one in due if not one[0].is_host], watched)
+                with self._trouble_of(entry, limit_s=_TROUBLE_S):
+                    self._conclude(entry, self._verdict(entry, found, reason))
+        on_device = [one for one in due if not one[0].is_host]
+        with self._trouble_of(*(entry for entry, _, _ in on_device), limit_s=_TROUBLE_S):
+            self._name_on_device(on_device, watched)
         for entry in watched:
             told = self._told(entry)
             if entry.verdict is None and told is not None:  # this rank makes no call of it, and shall make none
-                self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank, entry.is_idle()))
+                with self._trouble_of(entry, limit_s=_TROUBLE_S):
+                    self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank, entry.is_idle()))
         self._answer_alarm()
+        for entry in watched:
+            if entry not in self._troubled:
+                entry.sound_s, entry.trouble = now_s, ""
+
+    def _pending(self, watched: list[Watched], now_s: float) -> list[tuple[Watched, Pending]]:
+        pending = []
+        for entry in watched:
+            with self._trouble_of(entry):
+                if found := entry.pending(now_s):
+                    pending.append((entry, found))
+        return pending
+
+    def _due(self, slow: list[tuple[Watched, Pending]], now_s: float) -> list[tuple[Watched, Pending, _Reason]]:
+        due = []
+        for entry, found in slow:
+            with self._trouble_of(entry):
+                if reason := self._reason(entry, found, now_s):
+                    due.append((entry, found, reason))
+        return due
+
+    @contextmanager
+    def _trouble_of(self, *concerned: Watched, limit_s: float = math.inf) -> Iterator[None]:
+        """Around what is done for those ``concerned``: the others are watched whatever becomes of it.
+
+        ``limit_s``: for how long it may fail, seconds; their own limit where that is less.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - as above
+            for watched in concerned:
+                self._in_trouble(watched, error, min(limit_s, watched.limit_s))
+
+    def _cannot_go_on(self, error: Exception) -> None:
+        """A whole tick failed: the next one tries again, for as long as a call may take."""
+        with suppress(Exception):  # such as no memory for the words of this; then the next tick says it
+            for watched in self.watched():
+                if watched.verdict is None and not watched.is_given_up:
+                    self._in_trouble(watched, error, watched.limit_s)
+
+    def _in_trouble(self, watched: Watched, error: Exception, limit_s: float) -> None:
+        """The monitor itself failed at ``watched``: end its calls once it has done so for ``limit_s`` seconds."""
+        if watched.verdict is not None or watched.is_given_up:
+            return
+        self._troubled.add(watched)
+        trouble = f"{type(error).__name__}: {error}"
+        recorder = watched.recorder
+        if trouble != watched.trouble:
+            watched.trouble = trouble
+            LOG.error("[sglang_fl] %s: the monitor cannot look after its calls now: %s", recorder.name, trouble)
+        if self._awake.since(watched.sound_s, time.monotonic()) < limit_s:
+            return
+        watched.is_given_up = True
+        text = (
+            f"group {recorder.name}, global rank {self._rank} of {list(recorder.ranks)}: the monitor of this process "
+            f"can no longer tell whether its calls complete: {trouble}. Look at what this process is short of: "
+            f"threads, memory, file descriptors. This group cannot be used any more."
+        )
+        if not watched.is_host:
+            end_process(text)
+        LOG.error("[sglang_fl] %s", text)
+        recorder.refuse(text)
+        self.has_concluded = True
+        recorder.abort(ABORT_LIMIT_S)
 
     def _told(self, watched: Watched) -> Verdict | None:
         """What a peer has found of a recorder."""
@@ -186,7 +276,7 @@ class Monitor:
         self._has_answered = True
         if board.alarm.rank != self._rank:
             path = self._write_dump(f"global rank {board.alarm.rank} found: {board.alarm.text()}")
-            logger.error(
+            LOG.error(
                 "[sglang_fl] global rank %d found that a call cannot complete; the calls of this process are in %s",
                 board.alarm.rank,
                 path,
@@ -195,11 +285,17 @@ class Monitor:
     def _refresh(self) -> None:
         with self._changing:
             limits: dict[Recorder, float] = {}
+            are_all_told = True
             for group in list(self._groups):
-                for recorder in group.recorders():
-                    limit_s = min(group.operation_limit_s(), recorder.limit_s)
-                    limits[recorder] = min(limits.get(recorder, limit_s), limit_s)
-            for recorder in [recorder for recorder in self._watched if recorder not in limits]:
+                try:
+                    limit_s = group.operation_limit_s()
+                    for recorder in group.recorders():
+                        limits[recorder] = min(limits.get(recorder, limit_s), limit_s, recorder.limit_s)
+                except Exception as error:  # noqa: BLE001 - what is known of this group is watched on, and the others
+                    are_all_told = False
+                    self._complain(f"a group cannot say what is to be watched of it: {type(error).__name__}: {error}")
+            gone = [recorder for recorder in self._watched if recorder not in limits] if are_all_told else []
+            for recorder in gone:
                 # A thread may still wait in a call of a group that another one has given up.
                 if recorder.device.type != "cpu" or recorder.under_way() is None:
                     self._give_up(self._watched.pop(recorder))
@@ -207,6 +303,11 @@ class Monitor:
                 if recorder not in self._watched:
                     self._watched[recorder] = self._new(recorder, limit_s)
                 self._watched[recorder].limit_s = limit_s
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complaints:
+            self._complaints.add(text)
+            LOG.error("[sglang_fl] %s", text)
 
     def _give_up(self, watched: Watched) -> None:
         self._given_up[watched.key] = watched.recorder.entered()
@@ -216,7 +317,7 @@ class Monitor:
     def _new(self, recorder: Recorder, limit_s: float) -> Watched:
         key = self.made_in(recorder, 0)
         self._given_up.pop(key, None)
-        watched = Watched(recorder, key, limit_s)
+        watched = Watched(recorder, key, limit_s, self._awake)
         recorder.explainer = partial(self._explain, watched)
         recorder.leaver = partial(self._left, watched)
         return watched
@@ -225,7 +326,7 @@ class Monitor:
         """End the process if anything is ``due``, with the name of the call that is at fault."""
         reasons = {entry: reason for entry, _, reason in due}
         lost = frozenset(missing.rank for reason in reasons.values() for missing in reason.missing)
-        found = suspects([Suspect(entry, pending) for entry, pending, _ in due], watched, lost) if due else []
+        found = _suspects([Suspect(entry, pending) for entry, pending, _ in due], watched, lost) if due else []
         if not found:
             return
         common = max(reasons.values(), key=lambda reason: len(reason.missing))
@@ -276,7 +377,7 @@ class Monitor:
     def _left(self, watched: Watched, number: int, error: BaseException) -> None:
         """This rank has left a call under way, as by Ctrl-C: no call of it here can be its peers' any more."""
         call = watched.call(number)
-        waited_s = 0.0 if call is None else max(0.0, time.time() - call.time_in_s)
+        waited_s = 0.0 if call is None else time.monotonic() - call.entered_s
         own = Missing(self._rank, Absence.INTERRUPTED, str(this_process()), type(error).__name__)
         self._conclude(watched, self._verdict(watched, Pending(number, number, waited_s), _Reason((own,))))
 
@@ -303,7 +404,7 @@ class Monitor:
             if set(watched.recorder.ranks) - missing - {self._rank}:
                 self._linger()
             end_process(text)
-        logger.error("[sglang_fl] %s", text)
+        LOG.error("[sglang_fl] %s", text)  # waits for nobody, unlike what follows
         watched.recorder.refuse(text)
         for beside in self._beside(watched.recorder):
             if beside.refusal is None:
@@ -312,6 +413,7 @@ class Monitor:
         watched.recorder.abort(ABORT_LIMIT_S)
 
     def _write_dump(self, reason: str) -> Path | None:
+        """None where there is no dump within the limit; then the log says why, and a verdict falls all the same."""
         written: list[Path] = []
         done = {entry.recorder.name: entry.done for entry in self.watched() if not entry.is_host}
 
@@ -319,16 +421,28 @@ class Monitor:
             try:
                 written.append(dump_calls(reason, self.dump_folder, rank=self._rank, done=done, meeting=self._meeting))
             except DumpError as error:
-                logger.error("[sglang_fl] %s", error)
+                LOG.error("[sglang_fl] %s", error)
+            except Exception as error:  # noqa: BLE001 - such as no memory left
+                LOG.error("[sglang_fl] no dump of the calls was written: %s: %s", type(error).__name__, error)
 
         # A folder on a network's disk may not answer.
-        thread = threading.Thread(target=write, name="sglang_fl-dump", daemon=True)
-        thread.start()
-        thread.join(DUMP_LIMIT_S)
+        try:
+            if not aside(write, "sglang_fl-dump").wait(DUMP_LIMIT_S):
+                LOG.error("[sglang_fl] the dump of the calls is not written after %g s", DUMP_LIMIT_S)
+        except CommError as error:
+            LOG.error("[sglang_fl] no dump of the calls was written: %s", error)
         return written[0] if written else None
 
     def _explain(self, watched: Watched, error: CommError, shape: tuple[int, ...]) -> CommError:
         """What a call that failed raises; in its thread. Looks for the reason for up to two seconds."""
+        try:
+            return self._explained(watched, error, shape)
+        except Exception as trouble:  # noqa: BLE001 - whatever it is, the call ends with an error that names it
+            text = f"{type(trouble).__name__}: {trouble}"
+            LOG.error("[sglang_fl] %s: why a call failed cannot be found out: %s", watched.recorder.name, text)
+            return _named(error, watched.recorder, _failed_call(watched.recorder), shape, text, self._rank)
+
+    def _explained(self, watched: Watched, error: CommError, shape: tuple[int, ...]) -> CommError:
         recorder = watched.recorder
         call = _failed_call(recorder)
         if call is None or math.prod(shape) != call.count:
@@ -379,8 +493,7 @@ class Monitor:
         return "" if alarm is None or set(alarm.stuck.ranks).isdisjoint(recorder.ranks) else alarm.text()
 
     def _cause(self, watched: Watched, call: RecordedCall) -> Verdict | None:
-        waited_s = time.time() - call.time_in_s
-        pending = Pending(call.number, call.number, waited_s)
+        pending = Pending(call.number, call.number, self._awake.since(call.entered_s, time.monotonic()))
         self._peers.read(watched.recorder.ranks, watched.key)
         reason = self._reason(watched, pending, time.monotonic(), has_failed=True)
         return None if reason is None else self._verdict(watched, pending, reason)
@@ -390,6 +503,7 @@ class Monitor:
         self._stop.set()
         if self._board is not None:
             self._board.leave(LEAVE_LIMIT_S)
+        LOG.drain(LOG_LIMIT_S)
         if FAILED or (self._board is not None and self._board.has_concluded):
             self._linger()
 
@@ -401,6 +515,14 @@ class Monitor:
     def after_fork(self) -> None:
         """A fork has none of the threads, and watches nothing yet."""
         self._reset()
+
+
+def _suspects(due: list[Suspect], watched: list[Watched], lost: frozenset[int]) -> list[Suspect]:
+    try:
+        return suspects(due, watched, lost)
+    except RuntimeError as error:  # no thread to look with: what is due does not complete all the same
+        LOG.error("[sglang_fl] the streams cannot be looked at, and what is named is what was due first: %s", error)
+        return due
 
 
 def _nothing() -> None:

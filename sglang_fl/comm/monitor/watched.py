@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_fl.comm.captures import CAPTURES
+from sglang_fl.comm.monitor.awake import Awake
 from sglang_fl.comm.monitor.verdict import Verdict
 from sglang_fl.comm.recorder import Mark, RecordedCall, Recorder
+from sglang_fl.comm.threads import LOG
 
-logger = logging.getLogger("sglang_fl.comm")
 TICK_S = 0.25
 _MARK_PAUSE_S = 1.0
 _SIGHTINGS = 4096
@@ -26,7 +26,7 @@ class Pending:
 
     Attributes:
         first, last: their numbers.
-        waited_s: since the last of them was entered.
+        waited_s: since the last of them was entered, without what this process was stopped meanwhile.
         is_certain: ``last`` itself is not done; False where that may be what its stream had to do since.
         marked_s: on a device, when the event that is not done was recorded, ``time.monotonic()``.
         what: ``last`` in words; empty where only its number is known.
@@ -50,9 +50,12 @@ class Watched:
         lock: held while a verdict is found, so that there is one.
         verdict, dump: once a call of it cannot complete.
         done: on a device, the number of the last call that was seen done.
+        sound_s: when the monitor last looked at it without trouble of its own, ``time.monotonic()``.
+        trouble: of the monitor, that it cannot look at it; empty where it can.
+        is_given_up: nothing more can be found of it, and its calls have been ended.
     """
 
-    def __init__(self, recorder: Recorder, key: str, limit_s: float) -> None:
+    def __init__(self, recorder: Recorder, key: str, limit_s: float, awake: Awake | None = None) -> None:
         self.recorder = recorder
         self.key = key
         self.limit_s = limit_s
@@ -60,7 +63,11 @@ class Watched:
         self.verdict: Verdict | None = None
         self.dump: Path | None = None
         self.done = 0
+        self.sound_s = time.monotonic()
+        self.trouble = ""
+        self.is_given_up = False
         self.is_host = recorder.device.type == "cpu"
+        self._awake = Awake() if awake is None else awake
         self._first_seen = (0, 0.0)
         self._sightings: deque[tuple[int, float]] = deque(maxlen=_SIGHTINGS)
         self._marks: deque[Mark] = deque()
@@ -96,9 +103,11 @@ class Watched:
             return None
         if self._first_seen[0] != call.number:
             self._first_seen = (call.number, now_s)
-        # The clock of the day may jump; what was first seen at this tick was not under way at the last one.
-        waited_s = min(time.time() - call.time_in_s, now_s - self._first_seen[1] + 2 * TICK_S)
-        return Pending(call.number, call.number, waited_s, what=call.what())
+        # Some recorders know only the time of the day, whose clock may be set while they are asked; what was first
+        # seen at this tick was not under way at the last one.
+        first_s = self._first_seen[1]
+        entered_s = min(first_s, max(call.entered_s, first_s - 2 * TICK_S))
+        return Pending(call.number, call.number, self._awake.since(entered_s, now_s), what=call.what())
 
     def _on_device(self, now_s: float) -> Pending | None:
         entered = self.recorder.entered()
@@ -117,7 +126,8 @@ class Watched:
         last = self._marks[0].number
         since_s = next((seen_s for number, seen_s in self._sightings if number >= last), now_s)
         mark = self._marks[0]
-        return Pending(self.done + 1, last, now_s - min(since_s, mark.time_s), mark.is_close, mark.time_s)
+        waited_s = self._awake.since(min(since_s, mark.time_s), now_s)
+        return Pending(self.done + 1, last, waited_s, mark.is_close, mark.time_s)
 
     def _take(self, mark: Mark | None) -> None:
         if mark is None:
@@ -151,4 +161,4 @@ class Watched:
             mark()
         except RuntimeError as error:  # the device itself has failed: every call of the process says so
             self._is_broken = True
-            logger.error("[sglang_fl] %s: its device can no longer be watched: %s", self.recorder.name, error)
+            LOG.error("[sglang_fl] %s: its device can no longer be watched: %s", self.recorder.name, error)

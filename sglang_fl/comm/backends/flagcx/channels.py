@@ -28,6 +28,7 @@ from sglang_fl.comm.errors import CollectiveTimeout, CommError
 from sglang_fl.comm.marks import DeviceEvent, marker_for, raw_stream
 from sglang_fl.comm.places import Place
 from sglang_fl.comm.recorder import Recorder
+from sglang_fl.comm.threads import start_thread
 from sglang_fl.comm.types import GroupContext, Operation, Work
 
 _ID_TAG = 0x46435821  # away from the tags of the group's other messages
@@ -124,8 +125,7 @@ class _Peer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._problem: CommError | None = None
         self.pair: Future[_Pair] = Future()
-        self._thread = threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, f"sglang_fl-peer-{peer}")
 
     def send(self, tensor: torch.Tensor, dtype: int, place: Place, is_captured: bool) -> Work:
         job = _Job(tensor, dtype, self._channels.event_here(), place, Future())
@@ -239,7 +239,11 @@ class Channels:
             if first.recorder is not None:
                 self._recorders.append(first.recorder)
                 self._context.watch(first.recorder)
-            found = self._peers[peer] = _Peer(self, peer, first)
+            try:
+                found = self._peers[peer] = _Peer(self, peer, first)
+            except CommError as error:
+                between = f"group {self._context.name}, {self._name}: no transfer between ranks {self._context.rank}"
+                raise first.failed(CommError(f"{between} and {peer}: {error}")) from error
         return found
 
     def new_stream(self) -> Any:

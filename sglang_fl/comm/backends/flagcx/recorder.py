@@ -20,7 +20,7 @@ from sglang_fl.comm.backends.flagcx.types import DataType
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.marks import marker_for
 from sglang_fl.comm.places import Place, in_words
-from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder
+from sglang_fl.comm.recorder import SIZE, Mark, RecordedCall, Recorder, day_offset_ns
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +178,7 @@ class FlagCXRecorder(Recorder):
             time_in_s=row.time_in_ns / 1e9,
             time_out_s=row.time_out_ns / 1e9 if row.time_out_ns else None,
             error=result_name(row.result) if row.result else "",
+            entered_s=(int(row.time_in_ns) - day_offset_ns()) / 1e9,
         )
 
     def _peer(self, peer: int) -> int | None:

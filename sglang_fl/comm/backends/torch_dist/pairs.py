@@ -27,6 +27,7 @@ from sglang_fl.comm.backends.torch_dist.pair_group import end_pair_group, make_p
 from sglang_fl.comm.backends.torch_dist.sends import QueuedSend, SendWork
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.marks import marker_for, raw_stream
+from sglang_fl.comm.threads import start_thread
 from sglang_fl.comm.types import GroupContext, Work
 
 logger = logging.getLogger("sglang_fl.comm")
@@ -71,7 +72,7 @@ class _Peer:
         self._problem: CommError | None = None
         self._jobs: deque[_Job] = deque()
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name=f"sglang_fl-peer-{peer}", daemon=True).start()
+        start_thread(self._run, f"sglang_fl-peer-{peer}")
 
     def queue(self, job: _Job) -> bool:
         """Have the thread send it; False if the caller may do so by now.
@@ -217,8 +218,11 @@ class Pairs:
                 raise self.problem(number, CommError(reason))
             found = self._peers.get(number)
             if found is None:
+                try:
+                    found = self._peers[number] = _Peer(self, number)
+                except CommError as error:
+                    raise self.problem(number, error) from error
                 self._unsettled.add(number)
-                found = self._peers[number] = _Peer(self, number)
             return found
 
     def _stream(self, number: int) -> Any:

@@ -14,6 +14,7 @@ from sglang_fl.comm.left_calls import comes_from_outside, mark_left
 
 _SLICE_S = 0.25
 _SLICE = timedelta(seconds=_SLICE_S)
+_LONGEST_SLICE_S = 1.0  # what took longer than that was a stop of the process (Ctrl-Z), for which no peer is late
 _SHORTEST_S = 0.01  # to torch, less than a millisecond is no limit at all
 
 
@@ -94,7 +95,8 @@ class Waiting:
     def _go_on(self, work: Any, failure: RuntimeError) -> None:
         deadline_s = time.monotonic() + self.limit_s - _SLICE_S
         while not work.is_completed():  # it is where the wait has failed, and is not where it only took too long
-            left_s = deadline_s - time.monotonic()
+            now_s = time.monotonic()
+            left_s = deadline_s - now_s
             if self.interrupted:
                 raise CommError("torch.distributed: the wait was interrupted") from failure
             if left_s <= 0:
@@ -103,6 +105,7 @@ class Waiting:
             if again is None:
                 return
             failure = again
+            deadline_s += max(0.0, time.monotonic() - now_s - _LONGEST_SLICE_S)
         # It may have come to its end between the last wait and the question.
         if _failure(work, _SLICE) is not None:
             raise _failed(failure) from failure
