@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
+from sglang_fl.aten.layer import STORED_TABLES
 from sglang_fl.aten.sweep import probes
 from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, merge_cases, read_cases
 from sglang_fl.aten.sweep.errors import compare
@@ -24,6 +26,7 @@ from sglang_fl.aten.sweep.run import Job, Limits, SweepError, run
 from sglang_fl.aten.sweep.yaml_list import ListError, write_list
 from sglang_fl.cli.aten_sweep import HOST_SHAPES, PROBES, SHAPES
 from sglang_fl.cli.frame import commands
+from sglang_fl.config.loader import CONFIG_DIR
 from sglang_fl.config.yaml_file import read_yaml
 
 CPU = torch.device("cpu")
@@ -384,6 +387,64 @@ class TestWriteList:
         write_list(path, Table(ORIGIN, [result("cat")]), "nvidia_sweep.csv")
         assert "flagos_wrong" not in path.read_text()
         assert "flagos_verified" in path.read_text()
+
+    @pytest.mark.parametrize(
+        ("before", "kept"),
+        [
+            ("a: 1\nflagos_verified:\n- x\n- y\n# Next.\nb: 2\n", "# Next.\nb: 2\n"),
+            ("# Mine.\nflagos_verified: [\n  x,\n  y\n]\nb: 2\n", "# Mine.\n#"),
+            ("flagos_verified: [x,\n\n  y]  # Mine.\nb: 2\n", "]  # Mine.\nb: 2\n"),
+            ("b: 2\nflagos_verified: [x]", "b: 2\n#"),
+            ("b: 2", "b: 2\n#"),
+            ("# Mine.\r\nflagos_verified: [x]\r\nb: 2\r\n", "]\r\nb: 2\r\n"),
+            ("flagos_verified:\nb: 2\n", "]\nb: 2\n"),
+            ("flagos_verified: |\n  x\n  y\n\n# Mine.\nb: 2\n", "]\n\n# Mine.\nb: 2\n"),
+            ('"flagos_verified": [x]\nb: 2\n', "]\nb: 2\n"),
+            ("flagos_wrong: [x]  # Mine.\nb: 2\n", "# Mine.\nb: 2\n"),
+            ("", ""),
+        ],
+    )
+    def test_any_form_of_an_older_list_is_replaced(self, tmp_path: Path, before: str, kept: str) -> None:
+        """Given a list in blocks, lines or none, when written twice, then YAML reads the new list and all else as it
+        was, the user's comments and line endings stay, and the second time changes nothing.
+        """
+        path = tmp_path / "nvidia.yaml"
+        path.write_bytes(before.encode())
+        table = Table(ORIGIN, [result("cat"), result("silu")])
+        write_list(path, table, "nvidia_sweep.csv")
+        once = path.read_bytes()
+        assert kept in once.decode()
+        rest = {key: value for key, value in (yaml.safe_load(before) or {}).items() if not key.startswith("flagos")}
+        assert yaml.safe_load(once) == rest | {"flagos_verified": ["cat", "silu"]}
+        assert once.count(b"\r\n") == (once.count(b"\n") if "\r\n" in before else 0)
+        write_list(path, table, "nvidia_sweep.csv")
+        assert path.read_bytes() == once
+        assert list(tmp_path.iterdir()) == [path]
+
+    @pytest.mark.parametrize(
+        "before",
+        [
+            "{flagos_verified: [x]}\n", "flagos_verified: [x]\nflagos_verified: [y]\n", "- x\n", "x\n", "a: [\n",
+            "b: &x [y]\nflagos_verified: *x\n", "flagos_verified: &x [y]\nb: *x\n", "  a: 1\n  flagos_verified: [x]\n",
+            "b: 2\n...\n", "? flagos_verified\n: [x]\n",
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_changed_line_by_line_is_refused(self, tmp_path: Path, before: str) -> None:
+        """Given YAML in which the list has no lines of its own, when written, then it is refused and left as it is."""
+        path = tmp_path / "nvidia.yaml"
+        path.write_text(before)
+        with pytest.raises(ListError, match=str(path)):
+            write_list(path, Table(ORIGIN, [result("cat")]), "nvidia_sweep.csv")
+        assert path.read_text() == before
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_the_packages_own_file_comes_out_as_it_is(self, tmp_path: Path) -> None:
+        """Given nvidia.yaml and its table, when the lists are written, then no byte changes."""
+        for name, table_file in STORED_TABLES.items():
+            path = tmp_path / name
+            path.write_bytes((CONFIG_DIR / name).read_bytes())
+            write_list(path, Table.read(table_file), table_file.name)
+            assert path.read_bytes() == (CONFIG_DIR / name).read_bytes()
 
     def test_a_table_without_good_operators_is_refused(self, tmp_path: Path) -> None:
         """Given a table in which nothing is good, when the list is asked for, then nothing is written."""
