@@ -19,14 +19,15 @@ PLATFORMS = {chip.defaults_file: chip.platform for chip in CHIPS if chip.default
 
 @pytest.mark.parametrize("defaults_file", sorted(PLATFORMS))
 def test_a_list_is_what_its_table_found_good(defaults_file: str) -> None:
-    """Given a platform's YAML, then its list is its table's good operators; without a table there is no list."""
-    verified = load_settings({}, PLATFORMS[defaults_file]).aten.verified
+    """Given a platform's YAML, then its lists are its table's good and wrong operators; without a table it has none."""
+    aten = load_settings({}, PLATFORMS[defaults_file]).aten
     table_file = STORED_TABLES.get(defaults_file)
     if table_file is None or not table_file.exists():
-        assert verified == (), f"{defaults_file} has a list without a table: aten-sweep --write-list makes both agree"
+        assert not aten.verified and not aten.wrong, f"{defaults_file} has lists without a table: aten-sweep makes both"
         return
     table = Table.read(table_file)
-    assert list(verified) == table.verified(), f"aten-sweep --write-list {defaults_file} --table {table_file}"
+    found = list(aten.verified), list(aten.wrong)
+    assert found == (table.verified(), table.wrong()), f"aten-sweep --write-list {defaults_file} --table {table_file}"
     comment = " ".join((CONFIG_DIR / defaults_file).read_text().replace("#", " ").split())
     for name in ("flag_gems", "card"):
         assert table.origin[name] in comment
