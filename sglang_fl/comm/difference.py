@@ -149,7 +149,7 @@ def _missing(views: _Views, number: int, first: int, absent: list[int]) -> Diffe
     if not lost:
         views.notes.append(
             f"{views.group}: call {number} is not compared, {in_words(late)} may have been about to enter it: the "
-            f"dumps were written less than {LATE_S:g} s after the first rank did"
+            f"dumps were written less than {LATE_S:g} s after the first rank did, or before"
         )
         return None
     skipped = _skipped_by_place(views, lost, min(present), first, number)
@@ -207,18 +207,33 @@ def _whereabouts(views: _Views, rank: int) -> str:
 
 
 def _absent(views: _Views) -> Difference | None:
-    """A rank whose dump does not know the group, or which left none, while others are, or failed, in a call."""
+    """A rank whose dump does not know the group or the call, or which left none, while others are, or failed, in it."""
     waiting = {rank: stuck for rank, record in views.records.items() if (stuck := record.stuck) is not None}
-    lacking = [rank for rank in views.ranks if rank not in views.records]
-    if not waiting or not lacking:
+    if not waiting:
         return None
     number = min(waiting.values())
-    without_dump = [rank for rank in lacking if rank not in views.dumps]
+    old = _too_old(views, number)
+    lacking = [rank for rank in views.ranks if rank not in views.records or rank in old]
+    if not lacking:
+        return None
+    without_dump = [rank for rank in lacking if rank not in views.dumps or rank in old]
     if without_dump:
         words = f"{in_words(without_dump)} left no dump: gone, or stopped"
+        if old:
+            words += f"; what {in_words(old)} wrote was written before the others entered the call"
         return _difference(views, number, Kind.NO_RECORD, tuple(without_dump), words)
     words = f"{in_words(lacking)} has no record of this group"
     return _difference(views, number, Kind.NO_RECORD, tuple(lacking), words)
+
+
+def _too_old(views: _Views, number: int) -> list[int]:
+    """The ranks whose dump says nothing of a call that others are stuck in: it was written before they entered it."""
+    calls = {rank: call for rank, call in views.at(number).items() if call is not None}
+    entered_s = min(call.time_in_s for call in calls.values())
+    # One that had only just begun as the dump was written is none to be stuck in.
+    if not any(call.error or views.dumps[rank].time_s - call.time_in_s >= LATE_S for rank, call in calls.items()):
+        return []
+    return [rank for rank in views.records if rank not in calls and entered_s - views.dumps[rank].time_s > LATE_S]
 
 
 # --- ranks that made different calls ---

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_fl.comm.dump_fields import damage
-from sglang_fl.comm.dumps import FORMAT, PATTERN
+from sglang_fl.comm.dumps import FORMAT, PATTERN, names_run
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import RecordedCall, from_row
 
@@ -57,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Dump:
-    """One process at one moment; ``meeting`` is where its ranks met, equal for all ranks of one run."""
+    """One process at one moment; ``meeting`` is where its ranks met, and in which run: equal for all ranks of that."""
 
     path: Path
     host: str
@@ -67,6 +67,12 @@ class Dump:
     reason: str
     meeting: str
     records: Mapping[tuple[str, tuple[int, ...]], Record]
+
+    @property
+    def begins_s(self) -> float | None:
+        """When the first call of its run was entered; None where that is no longer kept, or there was none."""
+        first = [record.calls[1].time_in_s for record in self.records.values() if 1 in record.calls]
+        return min(first) if len(first) == len(self.records) and first else None
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
@@ -163,6 +169,9 @@ def choose_dumps(paths: Sequence[Path]) -> Chosen:
 def _why_not(dump: Dump, newest: Dump, chosen: Mapping[int, Dump]) -> str:
     if dump.meeting != newest.meeting:
         return f"of another run: its ranks met at {dump.meeting!r}, those of the latest dump at {newest.meeting!r}"
+    begins_s = newest.begins_s
+    if not names_run(newest.meeting) and dump.records and begins_s is not None and dump.time_s < begins_s:
+        return f"of an earlier run: it was written {begins_s - dump.time_s:.1f} s before the first call of the latest"
     if newest.time_s - dump.time_s > TOGETHER_S:
         return f"{newest.time_s - dump.time_s:.0f} s older than the latest"
     if dump.rank in chosen:

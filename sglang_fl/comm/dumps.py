@@ -23,6 +23,7 @@ from weakref import WeakSet
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.recorder import RecordedCall, Recorder
+from sglang_fl.comm.run_word import run_word
 from sglang_fl.config.numbers import whole_number
 
 FORMAT = 1
@@ -32,6 +33,7 @@ MAX_BYTES = 64 * 2**20
 MAX_DUMP_BYTES = 8 * 2**20
 PATTERN = "sglang_fl-comm-*.json"
 
+_RUN = ", run "
 _OWN_FILE = re.compile(r"sglang_fl-comm-[\w.-]+\.json(\.partial)?")
 _PARTIAL = ".partial"
 _numbers = itertools.count(1)
@@ -101,7 +103,7 @@ def write_dump(
             than ``MAX_DUMP_BYTES``, the oldest calls of each recorder are left out, and their number is in it.
         rank: this process's global rank; torch.distributed's, or the variable RANK's, or 0, if left out.
         done: recorder's name to the number of the last call whose device event was seen done.
-        meeting: where the ranks met, see :func:`meeting_place`, of now if left out.
+        meeting: where the ranks met, see :func:`meeting_place`, of now if left out. The dump adds the run's word to it.
 
     Raises:
         DumpError: the folder is a link, belongs to another user, can be written by others, or cannot be used.
@@ -146,7 +148,7 @@ def _rank() -> int:
 
 
 def meeting_place() -> str:
-    """Where the ranks met, in words that are equal on all of them and differ from another server's.
+    """Where the ranks met, in words that are equal on all of them and differ from those of another server of that time.
 
     Empty where torch.distributed is not initialised, or no longer.
     """
@@ -160,6 +162,11 @@ def meeting_place() -> str:
     return f"{type(store).__name__} {path if port is None else f'port {port}'}"
 
 
+def names_run(meeting: str) -> bool:
+    """Whether a dump's ``meeting`` has the word of one run; else a later run at the same port has the same."""
+    return _RUN in meeting
+
+
 def _document(reason: str, rank: int, meeting: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -167,7 +174,7 @@ def _document(reason: str, rank: int, meeting: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "rank": rank,
-        "meeting": meeting,
+        "meeting": f"{meeting}{_RUN}{word}" if (word := run_word()) else meeting,
         "time_s": time.time(),
         "reason": reason,
         "threads": _threads(),

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from sglang_fl.comm.errors import AgreementError
 from sglang_fl.comm.processes import Process, State, this_process
+from sglang_fl.comm.run_word import learn_run
 
 logger = logging.getLogger("sglang_fl.comm")
 LATE_LIMIT_S = 0.5  # for ranks that are only late, while another is missing
@@ -169,6 +170,7 @@ class Exchange:
 
     def _talk(self, store: Any, value: Any) -> None:
         try:
+            learn_run(store)
             self._find_place(store)
             store.set(self._keys[self.rank], pickle.dumps((this_process(), value)).hex())
             self._missing = self._ended(store, self._wait(store))

@@ -286,6 +286,26 @@ def test_who_is_missing_from_a_call_is_named_and_where_it_was(
     )
 
 
+def leave_a_dump(context: RankContext) -> None:
+    """One call, one dump."""
+    communicator_of_all(context).all_reduce(torch.ones(1))
+    dump_calls()
+
+
+def test_the_ranks_of_one_run_have_a_word_of_their_own(hostcx: Path, tmp_path: Path) -> None:
+    """Given two runs one after the other, then the ranks of each have one word in their dumps, and the runs two."""
+    words: list[set[str]] = []
+    for run in range(2):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        run_ranks(leave_a_dump, 2, env=environment("torch", hostcx, folder))
+        meetings = [json.loads(path.read_text())["meeting"] for path in folder.glob(PATTERN)]
+        assert len(meetings) == 2
+        words.append({meeting.partition(", run ")[2] for meeting in meetings})
+    assert len(words[0]) == len(words[1]) == 1
+    assert "" not in words[0] | words[1] and words[0] != words[1]
+
+
 def work_on(context: RankContext) -> None:
     """Forwards until all ranks have answered two signals; a call that a signal interrupts must give its value."""
     faulthandler.unregister(signal.SIGUSR1)

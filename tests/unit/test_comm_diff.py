@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sglang_fl.cli.frame import commands
+from sglang_fl.comm import dumps
 from sglang_fl.comm.difference import Comparison, Difference, Kind, compare
 from sglang_fl.comm.dump_fields import CALL, DUMP, RECORD, THREAD, damage
 from sglang_fl.comm.dump_files import UnreadableDumpError, choose_dumps, read_dump
@@ -216,6 +217,31 @@ def test_a_call_that_began_between_two_dumps_is_no_difference(tmp_path: Path) ->
     assert comparison.notes[0].startswith("tp:0 flagcx: call 4 is not compared, rank 0 may have been about to enter it")
 
 
+@pytest.mark.parametrize("waited_s", [60.0, 0.1])
+def test_a_dump_from_before_the_call_is_none_of_it(tmp_path: Path, waited_s: float) -> None:
+    """Given a rank that left a dump on request, and another that is stuck in a call it entered later, then the first
+    left none that counts; where the other had only just entered the call, there is nothing to say."""
+    now_s = time.time()
+    dump(tmp_path, 1, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD, done=True, start_s=now_s - 300)))
+    stuck = recorded([*FORWARD, *FORWARD], start_s=now_s - 300)
+    stuck[-1] = replace(stuck[-1], time_in_s=now_s + 60)
+    path = dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), [*stuck[:4], *_later(stuck[4:7], 320), stuck[7]]))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"time_s": now_s + 60 + waited_s}))
+    found = compare(choose_dumps([tmp_path]).dumps).differences
+    if waited_s < 1:
+        assert found == ()
+        return
+    (difference,) = found
+    assert (difference.kind, difference.number, difference.who) == (Kind.NO_RECORD, 8, (1,))
+    assert difference.words == (
+        "rank 1 left no dump: gone, or stopped; what rank 1 wrote was written before the others entered the call"
+    )
+
+
+def _later(calls: Sequence[RecordedCall], by_s: float) -> list[RecordedCall]:
+    return [replace(call, time_in_s=call.time_in_s + by_s, time_out_s=call.time_in_s + by_s + 0.5) for call in calls]
+
+
 def test_what_only_some_ranks_still_keep_is_not_compared(tmp_path: Path) -> None:
     """Given rings that begin at calls 1 and 5, then calls 5 to 8 are compared, by their numbers."""
     dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded([*FORWARD, *FORWARD])))
@@ -256,6 +282,36 @@ def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None
     assert reasons[old.name] == "3600 s older than the latest"
     assert reasons[paths[0].name].startswith("of another run: its ranks met at 'TCPStore port 1'")
     assert reasons[paths[1].name] == f"there is a later one of rank 1, {paths[3].name}"
+
+
+def test_a_run_at_the_same_port_is_told_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given dumps of two runs that met at one place, then only those with the latest one's word are compared."""
+    recorder = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))
+    for word, ranks in (("first", (0, 1)), ("second", (0,))):
+        monkeypatch.setattr(dumps, "run_word", lambda word=word: word)
+        for rank in ranks:
+            write_dump("time-out", [recorder], tmp_path, rank=rank, meeting="TCPStore port 5")
+    chosen = choose_dumps([tmp_path])
+    assert [(one.rank, one.meeting) for one in chosen.dumps] == [(0, "TCPStore port 5, run second")]
+    assert all("of another run: its ranks met at 'TCPStore port 5, run first'" in line for line in chosen.left_out)
+    assert single(compare(chosen.dumps)).words == "rank 1 left no dump: gone, or stopped"
+
+
+@pytest.mark.parametrize("has_word", [False, True])
+def test_without_a_word_what_was_written_before_the_first_call_is_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_word: bool
+) -> None:
+    """Given a dump that is older than the first call of the latest one, then it is another run's, unless both have the
+    word of one run: then the latest one's rank was late."""
+    monkeypatch.setattr(dumps, "run_word", lambda: "one" * has_word)
+    path = dump(tmp_path, 1, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD)))
+    calls = recorded(FORWARD, start_s=time.time() + 5)
+    late = dump(tmp_path, 0, HandmadeRecorder("tp:0 flagcx", (0, 1), calls))
+    late.write_text(json.dumps(json.loads(late.read_text()) | {"time_s": time.time() + 60}))
+    chosen = choose_dumps([tmp_path])
+    assert [one.rank for one in chosen.dumps] == ([0, 1] if has_word else [0])
+    earlier = rf"{re.escape(path.name)}: of an earlier run: it was written \d\.\d s before the first call of the latest"
+    assert [bool(re.fullmatch(earlier, line)) for line in chosen.left_out] == [True] * (not has_word)
 
 
 @pytest.mark.parametrize(
