@@ -59,8 +59,8 @@ class StreamRecorder(Recorder):
 
     def call(self, operation: str, stream: Stream, is_done: bool, is_marked: bool = False) -> Work:
         """One more; ``is_marked``: with an event right behind it."""
-        number, now_s = len(self._calls) + 1, time.time()
-        self._calls.append(RecordedCall(number, operation, "float32", 8, stream=stream.handle, time_in_s=now_s))
+        number, now_s = len(self._calls) + 1, time.monotonic()
+        self._calls.append(RecordedCall(number, operation, "float32", 8, stream=stream.handle, entered_s=now_s))
         self._streams.append(stream)
         work = stream.put(is_done)
         if is_marked:

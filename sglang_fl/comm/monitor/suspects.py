@@ -7,7 +7,6 @@ event is not done.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 from sglang_fl.comm.monitor.watched import Pending, Watched
 from sglang_fl.comm.recorder import RecordedCall
+from sglang_fl.comm.threads import aside
 
 _LOOK_LIMIT_S = 0.5
 _EVENT_S = 0.05  # for what is done to be seen done
@@ -62,16 +62,16 @@ def suspects(due: Sequence[Suspect], watched: Iterable[Watched], lost: frozenset
     found = [_Unfinished(entry, call) for entry in concerned for call in entry.unfinished()]
     # On each stream the first event that is not done counts.
     due.sort(key=lambda suspect: -suspect.pending.marked_s)
-    stopped = {_stream_of(suspect): _as_of_the_day(suspect.pending.marked_s) for suspect in due}
-    behind = [one for one in found if one.call.time_in_s <= stopped.get(one.stream, float("inf"))]
-    behind.sort(key=lambda one: (one.call.time_in_s, one.call.number), reverse=True)
+    stopped = {_stream_of(suspect): suspect.pending.marked_s for suspect in due}
+    behind = [one for one in found if one.call.entered_s <= stopped.get(one.stream, float("inf"))]
+    behind.sort(key=lambda one: (one.call.entered_s, one.call.number), reverse=True)
     last: dict[Any, _Unfinished] = {}
     for one in behind:
         last.setdefault(one.stream, one)
-    heads = sorted(last.values(), key=lambda one: (one.stream not in stopped, one.call.time_in_s))
+    heads = sorted(last.values(), key=lambda one: (one.stream not in stopped, one.call.entered_s))
     rest = [one for one in behind if one.stream in stopped and one not in heads]
     named = [one for one in heads if one.stream in stopped] + rest
-    # Where the calls are no longer kept, or the clock was set back, there is what was due.
+    # Where the calls are no longer kept, there is what was due.
     return [_suspect(one, due, heads) for one in _one_each(named)] or list(due)
 
 
@@ -85,9 +85,7 @@ def _look_at(watched: Iterable[Watched]) -> None:
         for entry in watched:
             entry.mark_and_look()
 
-    thread = threading.Thread(target=look, name="sglang_fl-look", daemon=True)
-    thread.start()
-    thread.join(_LOOK_LIMIT_S)
+    aside(look, "sglang_fl-look").wait(_LOOK_LIMIT_S)
 
 
 def _stream_of(suspect: Suspect) -> Any:
@@ -97,11 +95,7 @@ def _stream_of(suspect: Suspect) -> Any:
 
 def _entered_s(suspect: Suspect) -> float:
     call = suspect.watched.call(suspect.pending.last)
-    return 0.0 if call is None else call.time_in_s
-
-
-def _as_of_the_day(monotonic_s: float) -> float:
-    return time.time() - (time.monotonic() - monotonic_s)
+    return 0.0 if call is None else call.entered_s
 
 
 def _one_each(found: Iterable[_Unfinished]) -> list[_Unfinished]:
@@ -120,5 +114,5 @@ def _suspect(one: _Unfinished, due: Iterable[Suspect], heads: Iterable[_Unfinish
     for suspect in due:
         if suspect.watched is one.watched and suspect.pending.last == one.call.number:
             return Suspect(one.watched, suspect.pending, others)
-    waited_s = max(0.0, time.time() - one.call.time_in_s)
+    waited_s = time.monotonic() - one.call.entered_s
     return Suspect(one.watched, Pending(one.watched.done + 1, one.call.number, waited_s, is_certain=False), others)
