@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import re
 import signal
@@ -21,7 +22,9 @@ from sglang_fl.comm.backends.flagcx import FlagCXCommunicator
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.dumps import PATTERN
 from sglang_fl.comm.errors import AgreementError, CollectiveTimeout, CommError, PeerLost
+from sglang_fl.comm.exchange import PROCESSES
 from sglang_fl.comm.monitor import MONITOR
+from sglang_fl.comm.processes import State
 from sglang_fl.comm.types import Capabilities, Operation, Transport
 from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
 
@@ -430,6 +433,44 @@ def test_an_exception_is_told_from_a_kill(backend: dict[str, str]) -> None:
         run_ranks(_told_kinds, 2, env=backend)
     assert [failure.rank for failure in raised.value.failures] == [1]
     assert "ended by itself; its log may hold an error" in raised.value.results[0]
+
+
+# --- a rank that ended after its part ---
+
+
+def _does_its_part(context: RankContext, ends: str) -> tuple[object, str]:
+    """Rank 2 gathers to rank 0 and ends, long before rank 1 comes; then the others reduce without it."""
+    group = _group(context, operation_timeout_s=40.0)
+    group.all_reduce(torch.ones(1))
+    if context.rank == 1:
+        while PROCESSES[2].state() is not State.GONE:
+            time.sleep(0.05)
+        time.sleep(4.5)  # longer than a call goes on after a rank that is missing from it
+    gathered = group.gather(torch.tensor([float(context.rank)]), dst=0)
+    if context.rank == 2 and ends == "destroys":
+        group.destroy()
+        return None, ""
+    if context.rank == 2:
+        multiprocessing.util._exit_function()  # the end in good order, of a process that had no time to destroy
+        os.kill(os.getpid(), signal.SIGKILL)
+    error, _ = _failure(group.all_reduce, torch.ones(1))
+    store = context.store("failed")
+    store.set(str(context.rank), "")
+    store.wait(["0", "1"])
+    return gathered if gathered is None else gathered.tolist(), f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("ends", ["destroys", "exits"])
+def test_a_rank_that_ended_after_its_part_is_not_missing(ends: str) -> None:
+    """Given a rank that has done its part of a gather and has ended, when another one is late, then the gather
+    completes; from the next call it is missing."""
+    killed = [2] if ends == "exits" else []
+    env = {"SGLANG_FL_DIST_BACKEND": "torch"}
+    results = run_ranks(_does_its_part, 3, ends, env=env, expect_killed=killed)
+    (gathered, first), (_, second) = results[:2]
+    assert gathered == [0.0, 1.0, 2.0]
+    for text in (first, second):
+        assert re.match(r"PeerLost: group tp:0 torch, .*: call number 3, all_reduce .*: global rank 2 ", text), text
 
 
 # --- what an enemy found ---

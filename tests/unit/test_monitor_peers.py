@@ -100,6 +100,23 @@ def test_a_rank_that_said_goodbye_has_ended_by_itself(child: subprocess.Popen[by
     assert _kinds(peers.lost([0, 1], 160.1, on_device=True)) == [(1, Absence.ENDED)]
 
 
+def test_who_ended_after_its_part_is_not_missing_from_it(child: subprocess.Popen[bytes]) -> None:
+    """Given a rank that said that it had returned from a call when it ended, then it is not lost to that call, and not
+    missing from it, unless that has failed; to the next call it is."""
+    child.kill()
+    child.wait()
+    said = Said(beats={1: Beat(3, left=True, through={"k": 4})})
+    peers = _peers(said)
+    assert peers.lost([0, 1], 100.0, call=("k", 4)) == peers.lost([0, 1], 130.0, call=("k", 4)) == ()
+    assert _peers(said).missing([0, 1], "k", 4) == ()
+    for call in (("k", 5), ("other", 1)):
+        peers = _peers(said)
+        assert peers.lost([0, 1], 100.0, call=call) == ()
+        assert _kinds(peers.lost([0, 1], 103.1, call=call)) == [(1, Absence.ENDED)]
+        assert _kinds(_peers(said).missing([0, 1], *call)) == [(1, Absence.ENDED)]
+    assert _kinds(_peers(said).lost([0, 1], 100.0, has_failed=True, call=("k", 4))) == [(1, Absence.ENDED)]
+
+
 def test_who_followed_another_rank_is_not_blamed(child: subprocess.Popen[bytes]) -> None:
     """Given two ranks that are gone, one of which had found the other missing, then the other one alone is named; where
     nobody else is gone, it is named itself after a while."""
@@ -162,6 +179,7 @@ def test_a_rank_elsewhere_is_named_with_its_last_call(child: subprocess.Popen[by
         ),
         (Beat(3, {"k": 5}), Absence.LEFT, f"{_LAST} 5"),
         (Beat(3, {}, given_up={"k": 4}), Absence.GAVE_UP, "its last call of it was number 4"),
+        (Beat(3, {}, given_up={"k": 5}), Absence.LEFT, f"{_LAST} 5"),
         (None, Absence.UNKNOWN, ""),
     ],
 )

@@ -51,17 +51,24 @@ class Peers:
         self._listening_s: dict[int, tuple[float, float]] = {}  # from when, and when last
 
     def lost(
-        self, ranks: Iterable[int], now_s: float, has_failed: bool = False, on_device: bool = False
+        self,
+        ranks: Iterable[int],
+        now_s: float,
+        has_failed: bool = False,
+        on_device: bool = False,
+        call: tuple[str, int] | None = None,
     ) -> tuple[Missing, ...]:
         """Those of ``ranks`` that are gone for so long that what they took part in would be done by now.
 
         With them those that are stopped. Nobody as long as nobody is gone.
 
-        ``has_failed``: it will not be done; ``on_device``: it is work that a device does in its own time.
+        ``has_failed``: it will not be done; ``on_device``: it is work that a device does in its own time; ``call``: its
+        recorder's key and its number. Who had returned from it before it ended is not missing from it, unless it has
+        failed.
         """
         patience_s = _DEVICE_PATIENCE_S if on_device else _PATIENCE_S
         patience_s = _IMPATIENCE_S if has_failed else patience_s
-        ranks = tuple(ranks)
+        ranks = tuple(rank for rank in ranks if has_failed or call is None or not self._is_through(rank, *call))
         found = [entry for rank in ranks if rank != self.rank and (entry := self._lost(rank, now_s)) is not None]
         gone_for_s = {entry: now_s - self._gone_s[entry.rank] for entry in found}
         if any(entry.absence is Absence.GONE and gone_for_s[entry] < _WORD_LIMIT_S for entry in found):
@@ -80,6 +87,7 @@ class Peers:
         """
         others = [rank for rank in ranks if rank != self.rank]
         is_latest = self.read(others, key)
+        others = [rank for rank in others if not self._is_through(rank, key, number)]
         now_s = time.monotonic()
         lost = [entry for rank in others if (entry := self._lost(rank, now_s)) is not None]
         out = self._and_stopped(_causes(lost), others)
@@ -88,6 +96,11 @@ class Peers:
         astray = [entry for entry in living if entry is not None]
         certain = tuple(entry for entry in astray if entry.absence in _NOT_IN_IT)
         return (*out, *certain) or tuple(lost) or tuple(astray)
+
+    def _is_through(self, rank: int, key: str, number: int) -> bool:
+        """Whether it has said that it had returned from the call when it gave the group up, or ended."""
+        beat = None if self._board is None else self._board.beats.get(rank)
+        return beat is not None and beat.through.get(key, 0) >= number
 
     def _and_stopped(self, lost: list[Missing], ranks: Iterable[int]) -> tuple[Missing, ...]:
         """``lost`` and those of ``ranks`` that are stopped.
@@ -149,9 +162,10 @@ class Peers:
         if beat is None or not is_latest:
             reason = "" if is_latest else "torch.distributed's store does not answer"
             return Missing(rank, Absence.UNKNOWN, process, reason)
-        if key in beat.given_up:
+        if beat.given_up.get(key, number) < number:
             return Missing(rank, Absence.GAVE_UP, process, f"its last call of it was number {beat.given_up[key]}")
-        entered = beat.entered.get(key, 0)  # a direction of a pair is known to a rank from its first call on
+        # A direction of a pair is known to a rank from its first call on.
+        entered = max(beat.entered.get(key, 0), beat.given_up.get(key, 0))
         last = f"its last call of this group is number {entered}" if entered else "it has made no call of these"
         if beat.under_way:
             last += f", and it waits in {beat.under_way}"

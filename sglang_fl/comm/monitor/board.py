@@ -34,6 +34,8 @@ class Beat:
         under_way: what it waits in now: recorder and call in words; empty if nothing.
         calls: recorder's key to number and words of the call that it is in; only where it is in one.
         given_up: recorder's key to the number of the last call, where it has given the group up.
+        through: recorder's key to the number of the call up to which all have returned here without an error; only of
+            those in host memory that it has given up or leaves by its end.
         left: it ends in good order, or with an exception; nothing comes after this.
         concluded: it has found that a call cannot complete; if it is gone, that is why.
     """
@@ -43,6 +45,7 @@ class Beat:
     under_way: str = ""
     calls: dict[str, tuple[int, str]] = field(default_factory=dict)
     given_up: dict[str, int] = field(default_factory=dict)
+    through: dict[str, int] = field(default_factory=dict)
     left: bool = False
     concluded: bool = False
 
@@ -62,6 +65,8 @@ class Board:
         self._wanted = threading.Condition()
         self._own = Beat()
         self._is_fresh = False
+        self._is_urgent = False
+        self._said = threading.Event()
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
@@ -110,10 +115,20 @@ class Board:
             self._own.concluded = True
             self._wanted.notify()
 
-    def leave(self, limit_s: float) -> None:
+    def part(self, given_up: dict[str, int], through: dict[str, int], limit_s: float) -> None:
+        """Say at once which recorders are given up, before the store may go; at most ``limit_s`` seconds."""
+        with self._wanted:
+            self._own.given_up, self._own.through = given_up, through
+            self._is_urgent = True
+            self._said.clear()
+            self._wanted.notify()
+        self._said.wait(limit_s if self.is_up else 0.0)
+
+    def leave(self, through: dict[str, int], limit_s: float) -> None:
         """Say that this process ends; at most ``limit_s`` seconds, and no matter whether anybody hears it."""
         with self._wanted:
             self._own.left, self._is_fresh = True, True
+            self._own.through = through
             self._wanted.notify()
         self._done.wait(limit_s if self.is_up else 0.0)
 
@@ -122,7 +137,7 @@ class Board:
         try:
             while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
-                    if not (self._to_tell or self._peers or self._own.left):
+                    if not (self._to_tell or self._peers or self._own.left or self._is_urgent):
                         self._wanted.wait(BEAT_S)
                     told, self._to_tell = self._to_tell, []
                     peers, self._peers = self._peers, ()
@@ -144,17 +159,20 @@ class Board:
             logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
             self._done.set()
+            self._said.set()
 
     def _beat(self, said_s: float) -> float:
         now_s = time.monotonic()
         pause_s = BEAT_S if self._is_fresh else UNCHANGED_BEAT_S
-        if now_s - said_s < pause_s and not self._own.left:
+        if now_s - said_s < pause_s and not self._own.left and not self._is_urgent:
             return said_s
         with self._wanted:
             self._own.count += 1
-            self._is_fresh = False
+            self._is_fresh = self._is_urgent = False
             text = json.dumps(asdict(self._own))
         self._store().set(f"{_PREFIX}/beat/{self.rank}", text)
+        if not self._is_urgent:
+            self._said.set()
         return now_s
 
     def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:

@@ -50,6 +50,7 @@ class GroupWatch:
     def ended(self) -> None:
         """The group is given up."""
         self._recorders, self._made, self._has_ended = None, [], True
+        MONITOR.part()
 
     def recorders(self) -> tuple[Recorder, ...]:
         """Those of the group now; more may come with the first transfer between two ranks."""

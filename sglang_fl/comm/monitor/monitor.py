@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -86,6 +86,7 @@ class Monitor:
         self._names: Counter[str] = Counter()
         self._keys: WeakKeyDictionary[Recorder, str] = WeakKeyDictionary()
         self._given_up: dict[str, int] = {}
+        self._through: dict[str, int] = {}
         self._changing = threading.RLock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -311,12 +312,16 @@ class Monitor:
 
     def _give_up(self, watched: Watched) -> None:
         self._given_up[watched.key] = watched.recorder.entered()
+        self._through.update(_through([watched]))
         while len(self._given_up) > _KEPT:
-            del self._given_up[next(iter(self._given_up))]
+            oldest = next(iter(self._given_up))
+            del self._given_up[oldest]
+            self._through.pop(oldest, None)
 
     def _new(self, recorder: Recorder, limit_s: float) -> Watched:
         key = self.made_in(recorder, 0)
         self._given_up.pop(key, None)
+        self._through.pop(key, None)
         watched = Watched(recorder, key, limit_s, self._awake)
         recorder.explainer = partial(self._explain, watched)
         recorder.leaver = partial(self._left, watched)
@@ -349,7 +354,8 @@ class Monitor:
         """Why ``pending`` is not to be waited for any longer; None while it is."""
         ranks = watched.recorder.ranks
         # In this order: of who has ended because of what it found, that is known at least as early.
-        lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host)
+        call = (watched.key, pending.last)
+        lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host, call)
         told = self._told(watched)
         if told is not None:
             return _Reason(told.missing, told.rank)
@@ -498,11 +504,20 @@ class Monitor:
         reason = self._reason(watched, pending, time.monotonic(), has_failed=True)
         return None if reason is None else self._verdict(watched, pending, reason)
 
+    def part(self) -> None:
+        """A group of this process is given up: say so at once, since the store may go next, before the process."""
+        self._refresh()
+        board = self._board
+        if board is not None:
+            with self._changing:
+                given_up, through = dict(self._given_up), dict(self._through)
+            board.part(given_up, through, LEAVE_LIMIT_S)
+
     def _leave(self) -> None:
         """Say that this process ends, and end; the process does not wait for anything that does not answer."""
         self._stop.set()
         if self._board is not None:
-            self._board.leave(LEAVE_LIMIT_S)
+            self._board.leave({**self._through, **_through(self.watched())}, LEAVE_LIMIT_S)
         LOG.drain(LOG_LIMIT_S)
         if FAILED or (self._board is not None and self._board.has_concluded):
             self._linger()
@@ -527,6 +542,17 @@ def _suspects(due: list[Suspect], watched: list[Watched], lost: frozenset[int]) 
 
 def _nothing() -> None:
     """No process group yet."""
+
+
+def _through(watched: Iterable[Watched]) -> dict[str, int]:
+    """Of those in host memory, by key, the number of the call up to which all have returned without an error."""
+    found = {}
+    for entry in watched:
+        if entry.is_host:
+            calls = entry.recorder.calls()
+            not_returned = [call.number for call in calls if call.error or call.time_out_s is None]
+            found[entry.key] = min(not_returned) - 1 if not_returned else entry.recorder.entered()
+    return found
 
 
 def _failed_call(recorder: Recorder) -> RecordedCall | None:
