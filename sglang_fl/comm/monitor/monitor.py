@@ -241,7 +241,7 @@ class Monitor:
 
     def _in_trouble(self, watched: Watched, error: Exception, limit_s: float) -> None:
         """The monitor itself failed at ``watched``: end its calls once it has done so for ``limit_s`` seconds."""
-        if watched.verdict is not None or watched.is_given_up:
+        if watched.is_given_up:
             return
         self._troubled.add(watched)
         trouble = f"{type(error).__name__}: {error}"
@@ -249,7 +249,8 @@ class Monitor:
         if trouble != watched.trouble:
             watched.trouble = trouble
             LOG.error("[sglang_fl] %s: the monitor cannot look after its calls now: %s", recorder.name, trouble)
-        if self._awake.since(watched.sound_s, time.monotonic()) < limit_s:
+        # Where there is a verdict, nobody would look again.
+        if watched.verdict is None and self._awake.since(watched.sound_s, time.monotonic()) < limit_s:
             return
         watched.is_given_up = True
         text = (
@@ -286,15 +287,13 @@ class Monitor:
     def _refresh(self) -> None:
         with self._changing:
             limits: dict[Recorder, float] = {}
-            are_all_told = True
-            for group in list(self._groups):
-                try:
-                    limit_s = group.operation_limit_s()
-                    for recorder in group.recorders():
-                        limits[recorder] = min(limits.get(recorder, limit_s), limit_s, recorder.limit_s)
-                except Exception as error:  # noqa: BLE001 - what is known of this group is watched on, and the others
-                    are_all_told = False
-                    self._complain(f"a group cannot say what is to be watched of it: {type(error).__name__}: {error}")
+            of_groups = [(group, self._recorders_of(group)) for group in list(self._groups)]
+            for group, recorders in of_groups:
+                limit_s = group.operation_limit_s()
+                for recorder in recorders or ():
+                    limits[recorder] = min(limits.get(recorder, limit_s), limit_s, recorder.limit_s)
+            # What is known of a group that could not say it is watched on.
+            are_all_told = all(recorders is not None for _, recorders in of_groups)
             gone = [recorder for recorder in self._watched if recorder not in limits] if are_all_told else []
             for recorder in gone:
                 # A thread may still wait in a call of a group that another one has given up.
@@ -305,10 +304,16 @@ class Monitor:
                     self._watched[recorder] = self._new(recorder, limit_s)
                 self._watched[recorder].limit_s = limit_s
 
-    def _complain(self, text: str) -> None:
-        if text not in self._complaints:
-            self._complaints.add(text)
-            LOG.error("[sglang_fl] %s", text)
+    def _recorders_of(self, group: Group) -> tuple[Recorder, ...] | None:
+        """None where it cannot say it now."""
+        try:
+            return group.recorders()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this group's alone
+            text = f"{type(error).__name__}: {error}"
+            if text not in self._complaints:
+                self._complaints.add(text)
+                LOG.error("[sglang_fl] a group cannot say what is to be watched of it: %s", text)
+            return None
 
     def _give_up(self, watched: Watched) -> None:
         self._given_up[watched.key] = watched.recorder.entered()
@@ -490,8 +495,9 @@ class Monitor:
     def _beside(self, recorder: Recorder) -> list[Recorder]:
         """The other recorders of its groups."""
         with self._changing:
-            groups = [recorders for group in list(self._groups) if recorder in (recorders := group.recorders())]
-        return [other for other in dict.fromkeys(itertools.chain(*groups)) if other is not recorder]
+            groups = [self._recorders_of(group) or () for group in list(self._groups)]
+        beside = itertools.chain(*(recorders for recorders in groups if recorder in recorders))
+        return [other for other in dict.fromkeys(beside) if other is not recorder]
 
     def _alarm(self, recorder: Recorder) -> str:
         """What a rank has told of any group with ranks of this one."""
