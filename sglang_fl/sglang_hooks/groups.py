@@ -134,6 +134,7 @@ class Groups:
     def _after_init_world_group(
         self, result: Any, ranks: Any, local_rank: Any, backend: Any, recovered_rank: bool = False
     ) -> None:
+        shared_memory.keep_bars_in_process()  # before the model is loaded
         self._attach(result, recovered_rank)
 
     def _after_init_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -98,13 +99,16 @@ def scheduler(server: Server, rank: int) -> psutil.Process:
 
 
 def shared_memory(server: Server) -> set[Path]:
-    """Files of /dev/shm that the server's processes have mapped and that have a name."""
-    paths = set()
+    """Files of /dev/shm that the server's processes have mapped and that have a name.
+
+    By their numbers: a semaphore is mapped under a name that it loses before it gets its own.
+    """
+    named = {entry.inode(): Path(entry.path) for entry in os.scandir("/dev/shm")}
+    mapped: set[int] = set()
     for process in server.tree():
         maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        names = [line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line]
-        paths |= {Path(name) for name in names if not name.endswith("(deleted)")}
-    return paths
+        mapped |= {int(line.split(maxsplit=5)[4]) for line in maps if "/dev/shm/" in line}
+    return {named[inode] for inode in mapped & named.keys()}
 
 
 def comm_diff(folder: Path) -> subprocess.CompletedProcess[str]:
