@@ -9,7 +9,6 @@ asks for is what this thread has read last.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_fl.comm.monitor.verdict import Verdict, as_told, to_tell
+from sglang_fl.comm.threads import LOG, start_thread
 
-logger = logging.getLogger("sglang_fl.comm")
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
 _PREFIX = "sglang_fl/monitor"
@@ -71,16 +70,20 @@ class Board:
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sglang_fl-board", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start to talk."""
-        self._thread.start()
+        """Start to talk.
+
+        Raises:
+            CommError: its thread cannot be started.
+        """
+        self._thread = start_thread(self._run, "sglang_fl-board")
 
     @property
     def is_up(self) -> bool:
         """False once the store is gone with the process that held it."""
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_concluded(self) -> bool:
@@ -156,7 +159,7 @@ class Board:
             TypeError,
             KeyError,
         ) as error:  # gone, or what is in it is no word of a monitor
-            logger.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
+            LOG.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
             self._done.set()
             self._said.set()
@@ -196,7 +199,7 @@ class Board:
         try:
             self.verdicts[key] = as_told(text)
         except (ValueError, TypeError, KeyError) as error:
-            logger.error("[sglang_fl] what a peer tells of %s cannot be read: %s", key, error)
+            LOG.error("[sglang_fl] what a peer tells of %s cannot be read: %s", key, error)
 
 
 def store_of(world: Callable[[], Any]) -> Any:
