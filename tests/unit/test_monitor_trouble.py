@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from sglang_fl.comm import threads
 from sglang_fl.comm.errors import CommError
-from sglang_fl.comm.monitor import Monitor
+from sglang_fl.comm.monitor import Monitor, group_watch, watch_group
 from sglang_fl.comm.monitor import monitor as monitor_module
 from sglang_fl.comm.recorder import RecordedCall
 from sglang_fl.comm.ring import CallRing
+from sglang_fl.comm.types import GroupContext
 
 NEVER_S = 60.0
 CPU = torch.device("cpu")
@@ -207,3 +208,14 @@ def test_a_call_whose_reason_cannot_be_found_says_its_name(monitor: Monitor, mon
     assert isinstance(told, CommError)
     assert "call number 1, all_reduce float32[8] of shape [8]" in str(told)
     assert "connection reset" in str(told) and "MemoryError: nothing left" in str(told)
+
+
+def test_a_process_whose_calls_are_not_watched_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Given groups of a process without a recorder, then its log says once that their calls may wait for ever."""
+    group_watch._say_unwatched.cache_clear()
+    group = cast(Any, None)  # nothing here reaches torch.distributed
+    for name in ("tp:0", "pp:0"):
+        watch_group(GroupContext(name, (0, 1), 0, CPU, group, group, records=False))
+    watch_group(GroupContext("dp:0", (0,), 0, CPU, group, group, records=False))
+    assert caplog.text.count("SGLANG_FL_COMM_RECORD=0: calls of groups are not watched") == 1
+    assert "waits for ever" in caplog.text

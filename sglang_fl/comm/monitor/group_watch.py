@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import Creation
 from sglang_fl.comm.monitor.monitor import MONITOR
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.types import GroupContext
+
+logger = logging.getLogger("sglang_fl.comm")
 
 
 @dataclass(eq=False)
@@ -80,7 +84,9 @@ def begin(context: GroupContext) -> GroupContext:
 def watch_group(context: GroupContext) -> GroupWatch:
     """``context``'s group under watch, as long as the returned object lives; with one rank there is nothing to see."""
     watch = GroupWatch(context.name, context.operation_timeout_s, context.timeout_s, context.creation)
-    if context.records and context.world_size > 1:
+    if context.world_size > 1 and not context.records:
+        _say_unwatched()
+    if context.world_size > 1 and context.records:
         try:
             MONITOR.watch(watch)
         except CommError as error:
@@ -88,6 +94,15 @@ def watch_group(context: GroupContext) -> GroupWatch:
             text = f"group {context.name}, {ranks}: its calls cannot be watched, so it is not made: {error}"
             raise CommError(text) from error
     return watch
+
+
+@cache
+def _say_unwatched() -> None:
+    """Once a process: that it may wait for ever is what whoever switched the watch off must know."""
+    logger.warning(
+        "[sglang_fl] SGLANG_FL_COMM_RECORD=0: calls of groups are not watched. FlagCX has no limit of its own, on a "
+        "device or in host memory: a call whose peer is stopped, or makes another call, waits for ever."
+    )
 
 
 @contextmanager
