@@ -90,6 +90,16 @@ class NameResolver:
         """Names that are not known add nothing; see :meth:`is_known`."""
         return {found for name in names for found in self._functions(name)}
 
+    def operators(self, names: Iterable[str]) -> set[str]:
+        """The ATen operators of what users write: one with its overload is itself, others all of their functions'."""
+        found = set()
+        for name in names:
+            key = name.removesuffix(".default")
+            functions = set(self._functions(name))
+            is_operator = key in self._by_key and name not in self._by_spelling.get(name, ())
+            found |= {key} if is_operator else {key for key, function in self._by_key.items() if function in functions}
+        return found
+
     def is_known(self, name: str) -> bool:
         """Whether FlagGems has something of that name."""
         return bool(self._functions(name))

@@ -10,6 +10,7 @@ import click
 from sglang_fl.cli.numbers import Finite
 
 if TYPE_CHECKING:
+    from sglang_fl.aten.gems import Gems
     from sglang_fl.aten.sweep.results import Table
 
 DATA = Path(__file__).resolve().parents[1] / "aten" / "data"
@@ -109,7 +110,9 @@ def _write_list(tables: tuple[Path, ...], target: Path) -> None:
     (table,) = tables
     try:
         names = write_list(target, Table.read(table), table.name)
-    except (OSError, ListError, TableError) as error:
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}; both files must be there") from error
+    except (ListError, TableError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{len(names)} operators written to {target}: {', '.join(names)}")
 
@@ -117,6 +120,8 @@ def _write_list(tables: tuple[Path, ...], target: Path) -> None:
 def _merge(tables: tuple[Path, ...], out: Path) -> None:
     from sglang_fl.aten.sweep.results import Table, TableError
 
+    if len({table.resolve() for table in tables}) < len(tables):
+        raise click.UsageError("--table: the same file twice, whose calls would count twice")
     try:
         merged = Table.merged([Table.read(table) for table in tables])
     except (OSError, TableError) as error:
@@ -130,26 +135,45 @@ def _sweep(shapes: tuple[Path, ...], out: Path, operators: str | None, limit_s: 
     from sglang_fl.aten.gems import GemsError, load
     from sglang_fl.aten.sweep.cases import CaseFileError, merge_cases, read_cases
     from sglang_fl.aten.sweep.origin import describe
+    from sglang_fl.aten.sweep.partial import Partial, SweepError
     from sglang_fl.aten.sweep.results import Table, sort_results
-    from sglang_fl.aten.sweep.run import Limits, SweepError, choose, run
+    from sglang_fl.aten.sweep.run import Limits, choose, run
 
     try:
-        recorded = merge_cases([read_cases(file) for file in shapes])
         gems = load()
-        only = [name.strip() for name in operators.split(",")] if operators else None
-        jobs = choose(recorded.cases, gems, only)
+        wanted = None if operators is None else _wanted(operators, gems)
+        recorded = merge_cases([read_cases(file) for file in shapes])
+        jobs = choose(recorded.cases, gems, None if wanted is None else set().union(*wanted.values()))
         if not jobs:
             raise click.ClickException(
                 f"{', '.join(map(str, shapes))}: no call of an operator that FlagGems {gems.version} replaces"
             )
         out.mkdir(parents=True, exist_ok=True)
         click.echo(f"{len(jobs)} calls of {len({job.function for job in jobs})} operators, FlagGems {gems.version}")
-        results, _ = run(jobs, out / PARTIAL, Limits(limit_s, case_limit_s), click.echo)
+        measured = {job.case.operator for job in jobs}
+        for name in [name for name, keys in (wanted or {}).items() if not keys & measured]:
+            click.echo(f"{name} is not measured: no recorded call of it")
+        origin = describe(gems.version, recorded.origin)
+        partial = Partial(out / PARTIAL, origin, click.echo)
+        results, _ = run(jobs, partial, Limits(limit_s, case_limit_s), click.echo)
     except (CaseFileError, GemsError, SweepError) as error:
         raise click.ClickException(str(error)) from error
-    table = Table(describe(gems.version, recorded.origin), sort_results(results))
+    table = Table(origin, sort_results(results))
     table.write(out / TABLE)
     _report(table, out)
+
+
+def _wanted(operators: str, gems: Gems) -> dict[str, set[str]]:
+    """Each name of --operators with the ATen operators that it means."""
+    from sglang_fl.aten.plan import NameResolver
+    from sglang_fl.config import without_namespace
+
+    resolver = NameResolver(gems)
+    names = [without_namespace(name.strip()) for name in operators.split(",")]
+    problems = [resolver.problem(name) for name in names if not resolver.is_known(name)]
+    if problems:
+        raise click.UsageError(f"--operators: {' '.join(problems)} Correct the name or remove it.")
+    return {name: resolver.operators([name]) for name in names}
 
 
 def _report(table: Table, out: Path) -> None:

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+import os
 import re
 import reprlib
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import psutil
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
 
+from sglang_fl.aten import gems
+from sglang_fl.aten.gems import Entry, Gems
 from sglang_fl.aten.layer import STORED_TABLES
-from sglang_fl.aten.sweep import probes
+from sglang_fl.aten.plan import NameResolver
+from sglang_fl.aten.sweep import origin, probes
 from sglang_fl.aten.sweep.cases import ACCELERATOR, HOST, Case, CaseFile, CaseFileError, merge_cases, read_cases
 from sglang_fl.aten.sweep.errors import compare
 from sglang_fl.aten.sweep.inputs import Call
+from sglang_fl.aten.sweep.partial import Partial, SweepError
 from sglang_fl.aten.sweep.recorder import Recorder
 from sglang_fl.aten.sweep.results import ALLOWED_RATIO, NOT_REACHED, Result, Table, TableError, sort_results
-from sglang_fl.aten.sweep.run import Job, Limits, SweepError, run
+from sglang_fl.aten.sweep.run import Job, Limits, choose, run
 from sglang_fl.aten.sweep.yaml_list import ListError, write_list
 from sglang_fl.cli.aten_sweep import HOST_SHAPES, PROBES, SHAPES
 from sglang_fl.cli.frame import commands
@@ -487,7 +498,8 @@ class TestRun:
         jobs = [Job(Case(name, [place], {}, {"decode_1": 1}), name) for place, name in enumerate(names.split())]
         said: list[str] = []
         command = (sys.executable, str(worker))
-        results, ready = run(jobs, tmp_path / "partial.jsonl", Limits(**limits), said.append, command)
+        partial = Partial(tmp_path / "partial.jsonl", ORIGIN, said.append)
+        results, ready = run(jobs, partial, Limits(**limits), said.append, command)
         assert [result.function for result in results] == [job.function for job in jobs]
         assert ready == {"ready": True, "card": "none"} or not ready
         return {result.function: result.failure for result in results}, said
@@ -518,7 +530,159 @@ class TestRun:
         jobs = [Job(Case("a", [], {}), "a")]
         command = (sys.executable, "-c", "raise SystemExit('no driver')")
         with pytest.raises(SweepError, match="code 1: no driver"):
-            run(jobs, tmp_path / "partial.jsonl", Limits(), print, command)
+            run(jobs, Partial(tmp_path / "partial.jsonl", ORIGIN, print), Limits(), print, command)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_a_signal_ends_the_worker_too(self, tmp_path: Path, number: int) -> None:
+        """Given a sweep whose worker hangs, when it gets a signal that ends it, then its worker is gone before it."""
+        sweep, worker = self.hanging(tmp_path, "sh", "-c", "exec sleep 600")
+        sweep.send_signal(number)
+        assert sweep.wait(timeout=30) != 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+    @pytest.mark.parametrize("is_begun", [False, True])
+    def test_the_worker_ends_with_a_sweep_that_is_killed(self, tmp_path: Path, is_begun: bool) -> None:
+        """Given a worker that knows its parent, or begins to, when that is killed, then the worker ends as well."""
+        begun = tmp_path / "begun"
+        waits = (
+            "import sys, time\nfrom pathlib import Path\nfrom sglang_fl.aten.sweep.worker import end_with\n"
+            f"end_with(int(sys.argv[3]))\nPath({str(begun)!r}).touch()\ntime.sleep(600)"
+        )
+        sweep, worker = self.hanging(tmp_path, sys.executable, "-c", waits)
+        while is_begun and not begun.exists():
+            assert sweep.poll() is None
+            time.sleep(0.05)
+        sweep.kill()
+        sweep.wait(timeout=30)
+        # Without an init that waits for it, it stays as a zombie.
+        while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
+        assert begun.exists() == is_begun
+
+    @staticmethod
+    def hanging(tmp_path: Path, *command: str) -> tuple[subprocess.Popen[bytes], int]:
+        """A process that sweeps with ``command``, which hangs, for its worker, and the worker's id."""
+        script = (
+            "import sys\nfrom pathlib import Path\nfrom sglang_fl.aten.sweep.cases import Case\n"
+            "from sglang_fl.aten.sweep.partial import Partial\nfrom sglang_fl.aten.sweep.run import Job, Limits, run\n"
+            "run([Job(Case('a', [], {}), 'a')], Partial(Path(sys.argv[1]), {}, print), Limits(), print, sys.argv[2:])"
+        )
+        sweep = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "partial.jsonl"), *command])
+        try:
+            while not (workers := psutil.Process(sweep.pid).children()):
+                assert sweep.poll() is None
+                time.sleep(0.05)
+        except BaseException:
+            sweep.kill()
+            raise
+        return sweep, workers[0].pid
+
+
+class TestOperators:
+    """--operators."""
+
+    GEMS = Gems(
+        ModuleType("flag_gems"), "5.0.2",
+        tuple(Entry(key, name, print) for key, name in (
+            ("rsqrt", "rsqrt"), ("cumsum", "cumsum"), ("div.Tensor", "true_divide"), ("div.Tensor_mode", "div_mode"),
+            ("arange.start", "arange_start"), ("arange.start_step", "arange_start"), ("argmax", "argmax"),
+        )),
+        "nvidia", "cuda", "CUDA",
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("names", "operators"),
+        [
+            ("rsqrt", {"rsqrt"}),
+            ("true_divide", {"div.Tensor"}),
+            ("div.Tensor_mode", {"div.Tensor_mode"}),
+            ("div", {"div.Tensor", "div.Tensor_mode"}),
+            ("arange_start", {"arange.start", "arange.start_step"}),
+            ("arange.start", {"arange.start"}),
+            ("argmax.default", {"argmax"}),
+        ],
+    )
+    def test_names_are_those_of_the_lists(self, names: str, operators: set[str]) -> None:
+        """Given a name in any spelling, then the ATen operators that it means are chosen."""
+        assert NameResolver(self.GEMS).operators([names]) == operators
+        cases = [Case(entry.key, [tensor_of(4, 0)], {}, {"decode_1": 1}) for entry in self.GEMS.entries]
+        assert {job.case.operator for job in choose(cases, self.GEMS, operators)} == operators
+
+    def test_a_typo_is_an_error_before_anything_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Given a typo beside a name, when swept, then the error suggests the right one, and nothing was begun."""
+        monkeypatch.setattr(gems, "load", lambda: self.GEMS)
+        out = tmp_path / "out"
+        options = ["--operators", "rsqrt,cumsumm", "--out", str(out), "--shapes", str(tmp_path / "no such file")]
+        done = CliRunner().invoke(commands, ["aten-sweep", *options])
+        assert done.exit_code == 2
+        assert "no operator 'cumsumm'. Did you mean 'cumsum'?" in " ".join(done.output.split())
+        assert not out.exists()
+
+    def test_a_name_without_a_recorded_call_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Given a name that no recording has, when swept, then that is said before the sweep."""
+        monkeypatch.setattr(gems, "load", lambda: self.GEMS)
+        # In place of the sweep itself, which needs a GPU.
+        monkeypatch.setattr(origin, "describe", lambda *_: raise_error(SweepError("the sweep begins")))
+        options = ["--operators", "aten::argmax,rsqrt", "--out", str(tmp_path), "--shapes", str(SHAPES)]
+        done = CliRunner().invoke(commands, ["aten-sweep", *options])
+        assert "rsqrt is not measured: no recorded call of it" in done.output
+        assert "argmax is not measured" not in done.output
+        assert "the sweep begins" in done.output
+
+
+class TestPartial:
+    """What a sweep that was not ended has left."""
+
+    LINE = '{"key": "a", "result": {"operator": "a", "function": "a", "call": "a()", "phases": "", "calls": 1}}\n'
+    HEAD = json.dumps({"origin": ORIGIN}) + "\n"
+
+    def test_what_was_added_is_read_again(self, tmp_path: Path) -> None:
+        """Given an origin and a result, when read again with that origin, then the result is there."""
+        path = tmp_path / "partial.jsonl"
+        Partial(path, ORIGIN, print).add("a", result("a"))
+        assert path.read_text().startswith(self.HEAD)
+        assert Partial(path, ORIGIN, print).results.keys() == {"a"}
+
+    @pytest.mark.parametrize(
+        ("text", "known"),
+        [(HEAD + LINE + LINE[:-9], ["a"]), (HEAD + LINE[:20], []), (HEAD[:9], []), (HEAD[:-1], []), ("", [])],
+    )
+    def test_a_torn_last_line_is_dropped(self, tmp_path: Path, text: str, known: list[str]) -> None:
+        """Given a last line that was not written whole, when read, then the rest counts, and what follows is whole."""
+        path = tmp_path / "partial.jsonl"
+        path.write_text(text)
+        said: list[str] = []
+        partial = Partial(path, ORIGIN, said.append)
+        assert list(partial.results) == known
+        assert ["torn" in line for line in said] == ([True] if text else [])
+        partial.add("b", result("b"))
+        assert list(Partial(path, ORIGIN, print).results) == [*known, "b"]
+
+    @pytest.mark.parametrize("line", ["{\n", "3\n", "{}\n", LINE.replace("calls", "cells"), "\n"])
+    def test_a_bad_line_in_the_middle_is_an_error_that_names_it(self, tmp_path: Path, line: str) -> None:
+        """Given a line that is no result, when read, then the error has file and line, and what to do."""
+        path = tmp_path / "partial.jsonl"
+        path.write_text(self.HEAD + self.LINE + line + self.LINE)
+        with pytest.raises(SweepError, match=r"partial.jsonl:3 is no result of a sweep .*Remove the line"):
+            Partial(path, ORIGIN, print)
+
+    @pytest.mark.parametrize("name", ORIGIN)
+    def test_results_of_another_origin_are_refused(self, tmp_path: Path, name: str) -> None:
+        """Given results of another FlagGems, card or torch, when read, then the error says which, and what to do."""
+        path = tmp_path / "partial.jsonl"
+        Partial(path, ORIGIN | {name: "another"}, print).add("a", result("a"))
+        before = path.read_text()
+        with pytest.raises(SweepError, match=rf"{name} another, here {ORIGIN[name]}.*Give another --out, or remove"):
+            Partial(path, ORIGIN, print)
+        assert path.read_text() == before
+
+    def test_results_without_an_origin_are_refused(self, tmp_path: Path) -> None:
+        """Given a file that begins with a result, when read, then the error says what it lacks."""
+        path = tmp_path / "partial.jsonl"
+        path.write_text(self.LINE)
+        with pytest.raises(SweepError, match="does not say in its first line what it was measured on"):
+            Partial(path, ORIGIN, print)
 
 
 def tensor_data(
@@ -539,6 +703,11 @@ def tensor_of(size: int, low: int) -> dict[str, object]:
     return {
         "tensor": {"shape": [size], "stride": [1], "dtype": "float32", "device": "accelerator", "low": low, "high": 1}
     }
+
+
+def raise_error(error: Exception) -> None:
+    """Raise ``error``, as an expression."""
+    raise error
 
 
 def result(function: str, **changes: object) -> Result:

@@ -186,6 +186,9 @@ class Table:
             with path.open(newline="") as file:
                 head = file.readline().removeprefix("# ").strip()
                 origin = dict(item.split("=", 1) for item in head.split("; "))
+                lacking = [name for name in _ORIGIN if name not in origin]
+                if lacking:
+                    raise ValueError(f"its first line does not say {', '.join(lacking)}")
                 reader = csv.DictReader(file)
                 if not reader.fieldnames:
                     raise ValueError("it has no columns")
@@ -298,6 +301,8 @@ class Table:
         return found
 
 
+# What every table's first line says, of all that Table.origin may hold.
+_ORIGIN = ("flag_gems", "card", "torch")
 COLUMNS = [column.name for column in fields(Result)]
 _CONVERSIONS: dict[str, Callable[[str], Any]] = {
     "str": str,

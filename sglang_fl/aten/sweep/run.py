@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from sglang_fl.aten.gems import Gems
 from sglang_fl.aten.sweep.cases import Case
+from sglang_fl.aten.sweep.partial import Partial, SweepError
 from sglang_fl.aten.sweep.results import NOT_REACHED, Result
 
 # FlagGems tries many configurations of these on the first call of each shape, so they come last.
 SLOW_TO_COMPILE = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "sort", "topk")
 _POLL_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORKER = (sys.executable, "-m", "sglang_fl.aten.sweep.worker")
 
 
@@ -49,15 +56,15 @@ class Progress:
     changed_at: float = field(default_factory=time.monotonic)
 
 
-def choose(cases: Sequence[Case], gems: Gems, only: Sequence[str] | None = None) -> list[Job]:
+def choose(cases: Sequence[Case], gems: Gems, only: Collection[str] | None = None) -> list[Job]:
     """The cases whose operator FlagGems replaces, those that compile slowly last, the often called first.
 
-    only: FlagGems' names or ATen operators, None for all.
+    only: ATen operators as FlagGems keys them, None for all.
     """
     names = {entry.key: entry.name for entry in gems.entries}
     jobs = [Job(case, names[case.operator]) for case in cases if case.operator in names and _has_accelerator(case)]
     if only is not None:
-        jobs = [job for job in jobs if job.function in only or job.case.operator in only]
+        jobs = [job for job in jobs if job.case.operator in only]
     calls: dict[str, int] = {}
     for job in jobs:
         calls[job.function] = calls.get(job.function, 0) + job.case.calls
@@ -66,31 +73,34 @@ def choose(cases: Sequence[Case], gems: Gems, only: Sequence[str] | None = None)
 
 def run(
     jobs: Sequence[Job],
-    partial_file: Path,
+    partial: Partial,
     limits: Limits,
     say: Callable[[str], None],
     command: Sequence[str] = _WORKER,
 ) -> tuple[list[Result], dict[str, Any]]:
     """Measure all ``jobs``; every job has a result, if only the reason why there is none.
 
-    partial_file: where finished results are kept (JSON lines); those of an earlier run in it are not measured again.
-    command: what is started as ``command JOBS RESULTS``.
+    partial: where finished results are kept; those of an earlier run in it are not measured again.
+    command: what is started as ``command JOBS RESULTS PID``, with the id of this process; it ends with it.
 
     Returns the results in the order of ``jobs`` and what the worker said of itself (version, card).
 
     Raises:
         SweepError: the worker cannot even start.
     """
-    progress = Progress(results=_read_partial(partial_file, jobs))
+    known = partial.results
+    progress = Progress({place: known[job.case.key] for place, job in enumerate(jobs) if job.case.key in known})
     if progress.results:
-        say(f"{len(progress.results)} of {len(jobs)} cases are in {partial_file} already")
+        say(f"{len(progress.results)} of {len(jobs)} cases were measured already")
     deadline = time.monotonic() + limits.total_s
     while len(progress.results) < len(jobs) and time.monotonic() < deadline:
         before = len(progress.results)
-        ended = _one_worker(jobs, progress, partial_file, limits, deadline, say, command)
+        signals = _Signals()
+        with signals.kept():
+            ended = _one_worker(jobs, progress, partial, limits, deadline, say, command, signals)
         if progress.current is not None:
             place = progress.current
-            _keep(partial_file, jobs, progress, place, _failure(jobs[place], ended))
+            _keep(partial, jobs, progress, place, _failure(jobs[place], ended))
             say(f"{jobs[place].case.describe()}: {ended}; the rest goes on")
         elif len(progress.results) == before and time.monotonic() < deadline:
             raise SweepError(f"the sweep's worker measured nothing: {ended}")
@@ -99,18 +109,48 @@ def run(
     return [progress.results[place] for place in range(len(jobs))], progress.ready
 
 
-class SweepError(RuntimeError):
-    """The sweep cannot run; the message says why."""
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP, kept until :meth:`obey`: as exceptions they could come while a process is started,
+    and leave it behind.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside they are kept; at the end they are obeyed. In another thread than the main one none arrives."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._keep) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.obey()
+
+    def obey(self) -> None:
+        """Raise what ends this process, if a signal has come."""
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._number:
+            raise SystemExit(128 + self._number)
+
+    def _keep(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
 
 
 def _one_worker(
     jobs: Sequence[Job],
     progress: Progress,
-    partial_file: Path,
+    partial: Partial,
     limits: Limits,
     deadline: float,
     say: Callable[[str], None],
     command: Sequence[str],
+    signals: _Signals,
 ) -> str:
     """Run one worker over what is left; how it ended."""
     left = [{"place": place, "case": vars(job.case)} for place, job in enumerate(jobs) if place not in progress.results]
@@ -120,9 +160,10 @@ def _one_worker(
         lines_file.touch()
         progress.ready, progress.current, progress.changed_at = {}, None, time.monotonic()
         with log_file.open("w") as log, lines_file.open() as lines:
-            process = subprocess.Popen([*command, str(jobs_file), str(lines_file)], stdout=log, stderr=log)
+            arguments = [str(jobs_file), str(lines_file), str(os.getpid())]
+            process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log)
             try:
-                ended = _watch(process, lines, jobs, progress, partial_file, limits, deadline, say)
+                ended = _watch(process, lines, jobs, progress, partial, limits, deadline, say, signals)
             finally:
                 process.kill()
                 process.wait()
@@ -136,18 +177,20 @@ def _watch(
     lines: Any,
     jobs: Sequence[Job],
     progress: Progress,
-    partial_file: Path,
+    partial: Partial,
     limits: Limits,
     deadline: float,
     say: Callable[[str], None],
+    signals: _Signals,
 ) -> str:
     rest = ""
     while True:
+        signals.obey()
         ended = process.poll()
         rest += lines.read()
         *whole, rest = rest.split("\n")
         for line in whole:
-            _take(json.loads(line), jobs, progress, partial_file, say)
+            _take(json.loads(line), jobs, progress, partial, say)
         if ended is not None:
             return f"the process ended with {_exit_text(ended)}"
         waited = time.monotonic() - progress.changed_at
@@ -161,7 +204,7 @@ def _watch(
 
 
 def _take(
-    line: dict[str, Any], jobs: Sequence[Job], progress: Progress, partial_file: Path, say: Callable[[str], None]
+    line: dict[str, Any], jobs: Sequence[Job], progress: Progress, partial: Partial, say: Callable[[str], None]
 ) -> None:
     progress.changed_at = time.monotonic()
     if "ready" in line:
@@ -170,26 +213,15 @@ def _take(
         progress.current = line["begin"]
     else:
         result = Result(**line["result"])
-        _keep(partial_file, jobs, progress, line["place"], result)
+        _keep(partial, jobs, progress, line["place"], result)
         progress.current = None
         verdict = result.verdict() or ("says nothing" if result.own_failure else "good")
         say(f"[{len(progress.results)}/{len(jobs)}] {result.call}: {result.ratio:.3f} x, {verdict}")
 
 
-def _keep(partial_file: Path, jobs: Sequence[Job], progress: Progress, place: int, result: Result) -> None:
+def _keep(partial: Partial, jobs: Sequence[Job], progress: Progress, place: int, result: Result) -> None:
     progress.results[place] = result
-    with partial_file.open("a") as file:
-        file.write(json.dumps({"key": jobs[place].case.key, "result": asdict(result)}) + "\n")
-
-
-def _read_partial(partial_file: Path, jobs: Sequence[Job]) -> dict[int, Result]:
-    if not partial_file.exists():
-        return {}
-    known = {}
-    for line in partial_file.read_text().splitlines():
-        entry = json.loads(line)
-        known[entry["key"]] = Result(**entry["result"])
-    return {place: known[job.case.key] for place, job in enumerate(jobs) if job.case.key in known}
+    partial.add(jobs[place].case.key, result)
 
 
 def _failure(job: Job, failure: str) -> Result:

@@ -1,12 +1,15 @@
 """The process of the sweep that touches the GPU: takes the cases one by one and writes each result at once.
 
-``python -m sglang_fl.aten.sweep.worker JOBS RESULTS``: what ends this process, a fault of a kernel for example, costs
-one case; the parent starts another for the rest.
+``python -m sglang_fl.aten.sweep.worker JOBS RESULTS PARENT``: what ends this process, a fault of a kernel for example,
+costs one case; the parent, whose process id is given, starts another for the rest. When it is gone, so is this one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +28,8 @@ from sglang_fl.aten.sweep.inputs import Call
 from sglang_fl.aten.sweep.results import Result
 from sglang_fl.aten.sweep.timing import NOTHING_RUNS, UNTIMED, measure
 
-BROKEN_DEVICE = 3
+BROKEN_DEVICE, WITHOUT_PARENT = 3, 4
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _Context = Callable[[], AbstractContextManager[None]]
 
 
@@ -44,6 +48,13 @@ def main(jobs_file: Path, results_file: Path) -> int:
             if not _is_device_usable():
                 return BROKEN_DEVICE
     return 0
+
+
+def end_with(parent: int) -> None:
+    """Let this process be killed when ``parent``, which started it, has ended, in whichever way."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(WITHOUT_PARENT)
 
 
 def _write(results: TextIO, line: dict[str, Any]) -> None:
@@ -91,6 +102,7 @@ def _is_device_usable() -> bool:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[3]))
     # As SGLang runs its models.
     with torch.inference_mode():
         sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
