@@ -14,4 +14,4 @@ class CollectiveTimeout(CommError):  # noqa: N818 - as torch's and the field's o
 
 
 class PeerLost(CommError):  # noqa: N818 - it says what happened; "Error" would add nothing
-    """A call cannot complete: names group, call and the ranks whose processes are gone."""
+    """A call cannot complete: names group, call and the ranks whose processes are gone, or have left it."""

@@ -70,11 +70,11 @@ class Case:
 
 
 # What the others say of the rank. Where the rank that holds torch.distributed's store is gone, nobody can tell whether
-# it said anything before.
+# it said anything before. An exception that comes into a call of torch's leaves it under way.
 ABSENCE = {
     Fault.KILL: r"was killed or crashed|has ended",
     Fault.STOP: r"is stopped \(SIGSTOP, a debugger\)",
-    Fault.RAISE: r"ended by itself; its log may hold an error|has ended",
+    Fault.RAISE: r"ended by itself; its log may hold an error|has ended|has left the call, which was under way",
 }
 
 # What may be said beside it: of a rank that waits for the victim in an earlier call, and of one that has found it

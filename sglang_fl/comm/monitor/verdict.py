@@ -30,7 +30,7 @@ class Absence(str, Enum):
     UNKNOWN = "has told nothing of its calls"
 
 
-_LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.FOLLOWED, Absence.GONE, Absence.SILENT})
+_LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.FOLLOWED, Absence.GONE, Absence.SILENT, Absence.INTERRUPTED})
 _ASTRAY = frozenset({Absence.ELSEWHERE, Absence.OTHERWISE, Absence.GAVE_UP, Absence.LEFT})
 
 
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def kind(self) -> type[CommError]:
-        """PeerLost where a process is gone that may be the reason, else CollectiveTimeout."""
+        """PeerLost where a process is gone, or has left the call, that may be the reason, else CollectiveTimeout."""
         is_lost = any(missing.absence in _LOST for missing in self.missing)
         return PeerLost if is_lost else CollectiveTimeout
 
@@ -116,8 +116,7 @@ class Verdict:
 
     def _outcome(self) -> str:
         stuck = self.stuck
-        is_left = any(missing.absence is Absence.INTERRUPTED for missing in self.missing)
-        if is_left or self.kind is PeerLost or (self.told_by is not None and stuck.waited_s < stuck.limit_s):
+        if self.kind is PeerLost or (self.told_by is not None and stuck.waited_s < stuck.limit_s):
             if stuck.is_certain:
                 return "cannot complete"
             return f"is not known to be done{self._nor('is')}, and a further call of the group cannot complete"
