@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,6 +27,7 @@ from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
 from sglang_fl.comm.sizes import SizedTransport, add_routes, end_memory, settings_to_agree_on
+from sglang_fl.comm.threads import aside
 from sglang_fl.comm.transfers import Transfers
 from sglang_fl.comm.types import ClosedTransport, GroupContext, Transport
 from sglang_fl.config import CommMode, Settings, load_settings
@@ -192,13 +193,13 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             _abandoned.append(transport)
             return
         # A library's destroy may wait for peers that are gone; most take milliseconds.
-        closing = threading.Thread(target=_close, args=(self.name, transport), name="sglang_fl-destroy", daemon=True)
-        closing.start()
-        closing.join(max(0.5, limit_s))
-        if closing.is_alive():
-            logger.warning(
-                "group %s: %s did not end within %g s and is abandoned", self.name, transport.name, END_LIMIT_S
-            )
+        why = f"did not end within {END_LIMIT_S:g} s"
+        try:
+            has_ended = aside(partial(_close, self.name, transport), "sglang_fl-destroy").wait(max(0.5, limit_s))
+        except CommError as error:
+            why, has_ended = f"cannot be ended: {error}", False
+        if not has_ended:
+            logger.warning("group %s: %s %s; it is abandoned", self.name, transport.name, why)
             _abandoned.append(transport)
 
     @property

@@ -15,16 +15,17 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.processes import Process, State, this_process
 from sglang_fl.comm.run_word import learn_run
+from sglang_fl.comm.threads import aside
 
 logger = logging.getLogger("sglang_fl.comm")
 LATE_LIMIT_S = 0.5  # for ranks that are only late, while another is missing
@@ -94,13 +95,10 @@ class Creation:
             except RuntimeError as problem:  # the store went with the process that held it
                 logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
 
-        talk = threading.Thread(target=tell, args=(_get_default_store(),), name="sglang_fl-give-up", daemon=True)
         try:
-            talk.start()
-        except RuntimeError as problem:  # no thread can be started: the others find out at their limit
+            aside(partial(tell, _get_default_store()), "sglang_fl-give-up").wait(_ANSWER_LIMIT_S)
+        except CommError as problem:  # no thread can be started: the others find out at their limit
             logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
-            return
-        talk.join(_ANSWER_LIMIT_S)
 
     def given_up(self, store: Any) -> tuple[int, str] | None:
         """Which rank has told that it gave up, and why; None if none has."""
@@ -156,12 +154,12 @@ class Exchange:
 
         if self.creation is not None:
             self.creation.begin()
-        talk = threading.Thread(
-            target=self._talk, args=(_get_default_store(), value), name="sglang_fl-exchange", daemon=True
-        )
         start_s = time.monotonic()
-        talk.start()
-        talk.join(self.limit_s + LATE_LIMIT_S + _ANSWER_LIMIT_S)
+        try:
+            talk = aside(partial(self._talk, _get_default_store(), value), "sglang_fl-exchange")
+        except CommError as error:
+            raise AgreementError(f"{self._head()} it cannot take part in '{self.stage}': {error}") from error
+        talk.wait(self.limit_s + LATE_LIMIT_S + _ANSWER_LIMIT_S)
         if self._values is not None:
             return self._values
         self._is_over = True
@@ -242,8 +240,7 @@ class Exchange:
         return [rank for rank, key in zip(self.ranks, self._keys, strict=True) if not store.check([key])]
 
     def _text(self, waited_s: float) -> str:
-        missing, own = self._missing, self.ranks[self.rank]
-        head = f"group {self.group}, global rank {own} of {list(self.ranks)}:"
+        missing, own, head = self._missing, self.ranks[self.rank], self._head()
         if missing and self._reason:
             return (
                 f"{head} '{self.stage}' failed on all ranks: global rank {missing[0]} has left the creation of the "
@@ -275,6 +272,9 @@ class Exchange:
             f"{limit}{f' ({known})' if known else ''}. Look at the log of the missing rank: has "
             f"its process ended, is the plugin installed and loaded there?{store}"
         )
+
+    def _head(self) -> str:
+        return f"group {self.group}, global rank {self.ranks[self.rank]} of {list(self.ranks)}:"
 
     def _limit(self) -> str:
         whole, left = (f"{round(limit_s, 1):g} s" for limit_s in (max(self.whole_limit_s, self.limit_s), self.limit_s))

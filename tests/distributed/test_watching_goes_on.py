@@ -211,3 +211,36 @@ def test_a_group_that_cannot_be_watched_is_not_made(backend: dict[str, str]) -> 
     for rank, text in enumerate(run_ranks(_is_made_without_threads, 2, env=backend)):
         assert text.startswith(f"group tp:0, global rank {rank} of [0, 1]: its calls cannot be watched"), text
         assert "can't start new thread" in text and "ulimit -u" in text, text
+
+
+def _transfers_without_threads(context: RankContext) -> dict[str, str]:
+    """A further group, then a send and a receive, which need a thread of their own, in rank 0."""
+    group, store = communicator_of_all(context, operation_timeout_s=LIMIT_S), context.store("tried")
+    texts = {}
+    real, threading.Thread.start = threading.Thread.start, _refuse  # type: ignore[method-assign]
+    try:
+        second = communicator_of_all(context)
+        second.all_reduce(torch.ones(1))
+        if context.rank == 0:
+            calls = {"send": lambda: group.send(torch.ones(3), 1)}
+            if group.backend == "flagcx":
+                calls["recv"] = lambda: group.recv(torch.Size([3]), torch.float32, 1)
+            for name, call in calls.items():
+                with pytest.raises(CommError) as raised:
+                    call()
+                texts[name] = str(raised.value)
+            store.set("tried", "1")
+        store.wait(["tried"])
+        second.destroy()
+    finally:
+        threading.Thread.start = real  # type: ignore[method-assign]
+    return texts
+
+
+def test_a_transfer_without_a_thread_says_so(backend: dict[str, str]) -> None:
+    """Given no further thread to be had, when a group is made beside a first one, then it works; a transfer that needs
+    a thread is an error that names group and reason."""
+    texts, _ = run_ranks(_transfers_without_threads, 2, env=backend, timeout_s=NEVER_S)
+    assert "send" in texts
+    for text in texts.values():
+        assert text.startswith("group tp:0") and "can't start new thread" in text and "ulimit -u" in text, text
