@@ -677,6 +677,43 @@ class TestPartial:
             Partial(path, ORIGIN, print)
         assert path.read_text() == before
 
+    def test_results_of_another_recording_count_with_its_calls(self, tmp_path: Path) -> None:
+        """Given a result of a call, when another recording of it is swept, then its own phases and calls stand."""
+        path = tmp_path / "partial.jsonl"
+        job = Job(Case("a", [], {}, {"decode_1": 3}), "a")
+        Partial(path, ORIGIN | {"sglang": "0.5.10"}, print).add(job.case.key, result("a", phases="decode_8:2"))
+        partial = Partial(path, ORIGIN | {"sglang": "0.5.11"}, print)
+        ((found,), _) = run([job], partial, Limits(), print, ("false",))
+        assert (found.phases, found.calls, found.torch_us) == ("decode_1:3", 3, 100.0)
+
+    @pytest.mark.parametrize("line", ["# card=NVIDIA H200; torch=2.11.0\n", "# flag_gems=5.0.2; card=NVIDIA H200\n"])
+    def test_a_table_without_its_origin_is_none(self, tmp_path: Path, line: str) -> None:
+        """Given a table whose first line lacks a version, when a list is to be written, then the error says which."""
+        path = tmp_path / "sweep.csv"
+        Table(ORIGIN, [result("cat")]).write(path)
+        path.write_text(line + path.read_text().partition("\n")[2])
+        target = tmp_path / "nvidia.yaml"
+        target.touch()
+        done = CliRunner().invoke(commands, ["aten-sweep", "--write-list", str(target), "--table", str(path)])
+        assert done.exit_code == 1
+        assert "its first line does not say" in " ".join(done.output.split())
+
+    def test_files_that_are_not_there_are_named(self, tmp_path: Path) -> None:
+        """Given no YAML, when a list is to be written, then the error names it and says what is wrong."""
+        path = tmp_path / "sweep.csv"
+        Table(ORIGIN, [result("cat")]).write(path)
+        missing = tmp_path / "missing.yaml"
+        done = CliRunner().invoke(commands, ["aten-sweep", "--write-list", str(missing), "--table", str(path)])
+        assert f"{missing}: No such file or directory; both files must be there" in " ".join(done.output.split())
+
+    def test_one_table_is_not_merged_with_itself(self, tmp_path: Path) -> None:
+        """Given the same file twice, when merged, then it is refused: its calls would count twice."""
+        path = tmp_path / "sweep.csv"
+        Table(ORIGIN, [result("cat")]).write(path)
+        done = CliRunner().invoke(commands, ["aten-sweep", "--out", str(tmp_path), *["--table", str(path)] * 2])
+        assert done.exit_code == 2
+        assert "the same file twice" in done.output
+
     def test_results_without_an_origin_are_refused(self, tmp_path: Path) -> None:
         """Given a file that begins with a result, when read, then the error says what it lacks."""
         path = tmp_path / "partial.jsonl"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from sglang_fl.aten.sweep.results import Result
 
+# What of an origin a measurement depends on; model and SGLang are the recording's, and equal calls are equal.
+_MEASURED_ON = ("flag_gems", "card", "torch", "triton")
 _REMEDY = "Give another --out, or remove the file to measure all of it again."
 
 
@@ -19,7 +21,7 @@ class SweepError(RuntimeError):
 class Partial:
     """A file of JSON lines: what is measured on (``{"origin": ...}``), then ``{"key": ..., "result": ...}`` each.
 
-    origin: as a table has it; results of another one cannot stand in the same table.
+    origin: as a table has it; results of another FlagGems, card, torch or Triton cannot stand in the same table.
     """
 
     def __init__(self, path: Path, origin: Mapping[str, str], say: Callable[[str], None]) -> None:
@@ -74,8 +76,7 @@ class Partial:
             raise SweepError(
                 f"{self._path} does not say in its first line what it was measured on. {_REMEDY}"
             ) from None
-        names = dict.fromkeys([*origin, *found])
-        other = [name for name in names if origin.get(name) != found.get(name)]
+        other = [name for name in _MEASURED_ON if origin.get(name) != found.get(name)]
         if other:
             differences = ", ".join(f"{name} {found.get(name)}, here {origin.get(name)}" for name in other)
             raise SweepError(f"{self._path} holds results of another sweep ({differences}). {_REMEDY}")

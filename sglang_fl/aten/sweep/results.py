@@ -89,6 +89,10 @@ class Result:
             first_call_s=round(first_call_s, 2),
         )
 
+    def of_case(self, case: Case) -> Result:
+        """The same measurement with the phases and numbers of calls of ``case``: of another recording of the call."""
+        return replace(self, phases=_words(case.phases), calls=case.calls)
+
     def counts(self) -> dict[str, int]:
         """Phase to number of calls."""
         pairs = (entry.rpartition(":") for entry in self.phases.split())

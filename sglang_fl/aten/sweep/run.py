@@ -89,7 +89,9 @@ def run(
         SweepError: the worker cannot even start.
     """
     known = partial.results
-    progress = Progress({place: known[job.case.key] for place, job in enumerate(jobs) if job.case.key in known})
+    progress = Progress(
+        {place: known[job.case.key].of_case(job.case) for place, job in enumerate(jobs) if job.case.key in known}
+    )
     if progress.results:
         say(f"{len(progress.results)} of {len(jobs)} cases were measured already")
     deadline = time.monotonic() + limits.total_s
