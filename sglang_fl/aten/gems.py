@@ -218,7 +218,7 @@ def _find(module: str, attribute: str) -> Any:
 
 def _has_no_list(number: str) -> str:
     return (
-        f"{PACKAGE} {number} has no {LIST}, the list of its operators that {FIRST_VERSION} and later have: "
+        f"{PACKAGE} {number} has no _FULL_CONFIG, the list of its operators that {FIRST_VERSION} and later have: "
         f"pip install 'flag-gems>={FIRST_VERSION}'"
     )
 
