@@ -115,19 +115,23 @@ def creation_of(context: RankContext, limit_s: float) -> tuple[Creation, Exchang
     return creation, Exchange("tp:0", ranks, context.rank, "swap", limit_s, creation=creation)
 
 
+def have_begun(number: int, ranks: list[int]) -> None:
+    """Return once a rank is in the creation of that number."""
+    distributed_c10d._get_default_store().wait([f"sglang_fl/tp:0/{ranks}/{number}/begun"])
+
+
 def away(context: RankContext) -> tuple[list[str], int]:
     """Ranks 0 and 1 give a creation up for want of rank 2, and are in the next one before rank 2 comes."""
-    store = context.store("away")
     if context.rank < 2:
-        creation, exchange = creation_of(context, 0.5)
+        creation, exchange = creation_of(context, 0.5 if context.rank == 0 else ENDLESS_S)
+        if context.rank == 0:
+            have_begun(1, [0, 1, 2])
         with pytest.raises(AgreementError) as raised:
             exchange.run("old")
         creation.give_up(raised.value)
+    else:
+        have_begun(2, [0, 1, 2])
     creation, exchange = creation_of(context, ENDLESS_S)
-    if context.rank == 2:
-        store.get("begun again")
-    elif context.rank == 1:
-        threading.Timer(1.0, store.set, ("begun again", "1")).start()
     return exchange.run(f"new {context.rank}"), creation.number
 
 
@@ -143,6 +147,7 @@ def gives_up(context: RankContext) -> tuple[str, list[str], int]:
     creation, exchange = creation_of(context, ENDLESS_S)
     text = ""
     if context.rank == 1:
+        have_begun(1, [0, 1])
         creation.give_up(MemoryError("no room"))
     else:
         with pytest.raises(AgreementError) as raised:

@@ -122,10 +122,10 @@ class Board:
         """Say at once which recorders are given up, before the store may go; at most ``limit_s`` seconds."""
         with self._wanted:
             self._own.given_up, self._own.through = given_up, through
-            self._is_urgent = True
+            is_stuck, self._is_urgent = self._is_urgent, True  # the store did not take the last word either
             self._said.clear()
             self._wanted.notify()
-        self._said.wait(limit_s if self.is_up else 0.0)
+        self._said.wait(limit_s if self.is_up and not is_stuck else 0.0)
 
     def leave(self, through: dict[str, int], limit_s: float) -> None:
         """Say that this process ends; at most ``limit_s`` seconds, and no matter whether anybody hears it."""
