@@ -2,6 +2,10 @@
 
 Such a thread comes back while Python ends, where it may not go on: Python ends it with pthread_exit, which cannot pass
 the C++ frames of torch's bindings, so that C++ would abort the process. Instead the thread stays where it is.
+
+To leave with ``os._exit`` before Python ends would be simpler, but nothing that runs then knows the exit code: that of
+``sys.exit`` is in the interpreter's C frames, and Ctrl-C's is a signal that comes last of all. Nor can the thread be
+kept from coming back: a wait for a transfer is one call, which ends when the peer does.
 """
 
 from __future__ import annotations
