@@ -83,3 +83,20 @@ def test_it_is_switched_on_once_in_each_process_that_runs_a_model(
         assert match is not None
         assert match[3] == "False"
         assert "flag_gems" in match[4]
+
+
+def test_a_flag_gems_that_ends_processes_does_not_end_a_server(
+    models: Mapping[Family, Path], tmp_path: Path, control: Control
+) -> None:
+    """Given a flag_gems that calls sys.exit while it is imported, when switched on as on an accelerator, then the layer
+    is off with that reason, and SGLang's tokens come.
+    """
+    packages = write_distribution(tmp_path / "packages", "watched", WATCHED, "sglang.srt.plugins", "load")
+    (packages / "flag_gems").mkdir()
+    (packages / "flag_gems" / "__init__.py").write_text("import sys\nsys.exit('no gpu')\n")
+    watched = tmp_path / "watched.txt"
+    with ONE.server(models, tmp_path, {"PYTHONPATH": str(packages), "WATCHED": str(watched)}) as server:
+        answers = ask(server)
+    assert answers == control(ONE)
+    (line,) = watched.read_text().splitlines()
+    assert re.fullmatch(r"\d+ rank 0 False flag_gems \S+ cannot be imported: SystemExit: no gpu", line)
