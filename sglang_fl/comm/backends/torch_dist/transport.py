@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,8 @@ REDUCIBLE = frozenset(
 class TorchTransport(Transport):
     """Collectives over ``context.device_group``, which belongs to the caller.
 
-    On host memory each is waited for ``context.operation_timeout_s`` seconds at most; on a device torch only enqueues.
+    On host memory each is waited for ``context.operation_timeout_s`` seconds at most; on a device torch only enqueues,
+    with the stream behind it.
     """
 
     def __init__(self, name: str, context: GroupContext) -> None:
@@ -48,8 +48,6 @@ class TorchTransport(Transport):
         self._ranks = context.ranks
         self._waiting = Waiting(context.operation_timeout_s, context.device_group)
         self._is_host = context.device.type == "cpu"
-        # On a device torch orders the stream behind a call that it has enqueued.
-        self._run: Callable[..., Any] = self._waiting.run if self._is_host else partial(_enqueue, self._group)
         self._pairs = None if self._is_host else Pairs(name, context)
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
         torch_ranks = dist.get_process_group_ranks(context.device_group)
@@ -58,15 +56,24 @@ class TorchTransport(Transport):
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        self._run(dist.all_reduce, tensor)
+        if self._is_host:
+            self._waiting.run(dist.all_reduce, tensor)
+        else:
+            dist.all_reduce(tensor, group=self._group)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         if self._torch_places is None:
-            self._run(dist.all_gather_into_tensor, output, tensor)
+            if self._is_host:
+                self._waiting.run(dist.all_gather_into_tensor, output, tensor)
+            else:
+                dist.all_gather_into_tensor(output, tensor, group=self._group)
             return
         gathered = torch.empty_like(output)
-        self._run(dist.all_gather_into_tensor, gathered, tensor)
+        if self._is_host:
+            self._waiting.run(dist.all_gather_into_tensor, gathered, tensor)
+        else:
+            dist.all_gather_into_tensor(gathered, tensor, group=self._group)
         parts = gathered.view(len(self._ranks), -1)
         torch.index_select(parts, 0, self._torch_places.to(parts.device), out=output.view(parts.shape))
 
@@ -75,11 +82,17 @@ class TorchTransport(Transport):
         if self._torch_places is not None:
             parts = tensor.view(len(self._ranks), -1)
             tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
-        self._run(dist.reduce_scatter_tensor, output, tensor)
+        if self._is_host:
+            self._waiting.run(dist.reduce_scatter_tensor, output, tensor)
+        else:
+            dist.reduce_scatter_tensor(output, tensor, group=self._group)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
-        self._run(dist.reduce, tensor, self._ranks[dst])
+        if self._is_host:
+            self._waiting.run(dist.reduce, tensor, self._ranks[dst])
+        else:
+            dist.reduce(tensor, self._ranks[dst], group=self._group)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
@@ -95,7 +108,10 @@ class TorchTransport(Transport):
         if parts is not None and self._torch_places is not None:
             parts = [parts[place] for place in torch.argsort(self._torch_places).tolist()]
         flat = tensor.view(-1)
-        self._run(dist.gather, flat, parts, dst=self._ranks[dst])
+        if self._is_host:
+            self._waiting.run(dist.gather, flat, parts, self._ranks[dst])
+        else:
+            dist.gather(flat, parts, self._ranks[dst], group=self._group)
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""
@@ -129,10 +145,6 @@ class TorchTransport(Transport):
         """Give up the pairs, where there are any."""
         if self._pairs is not None:
             self._pairs.close()
-
-
-def _enqueue(group: Any, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    call(*arguments, group=group, **options)
 
 
 class TorchBackend(Backend):

@@ -37,7 +37,7 @@ class Waiting:
         self.interrupted = False
         exit_quietly()
 
-    def run(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def run(self, call: Callable[..., Any], *arguments: Any) -> None:
         """``call``, a collective of torch.distributed, with these arguments in the group, to its end.
 
         Raises:
@@ -45,9 +45,15 @@ class Waiting:
         """
         work = None
         try:
-            work = call(*arguments, group=self._group, async_op=True, **options)
-            if work is not None and (failure := _failure(work, _SLICE)) is not None:
-                self._go_on(work, failure)
+            work = call(*arguments, group=self._group, async_op=True)
+            if work is None:
+                return
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                failure = _of_the_wait(error)
+            self._go_on(work, failure)
         except BaseException as error:
             self._leave(work, error)
             raise
@@ -165,10 +171,15 @@ def _failure(work: Any, limit: timedelta) -> RuntimeError | None:
     try:
         work.wait(limit)
     except RuntimeError as error:
-        if comes_from_outside(error):
-            raise
-        return error.with_traceback(None)
+        return _of_the_wait(error)
     return None
+
+
+def _of_the_wait(error: RuntimeError) -> RuntimeError:
+    """``error`` to be shown without the wait; raised where it is none of torch's."""
+    if comes_from_outside(error):
+        raise error
+    return error.with_traceback(None)
 
 
 def _failed(error: RuntimeError) -> CommError:
