@@ -53,6 +53,7 @@ class Creation:
         self.ranks = ranks
         self._number = 0
         self._is_joined = False
+        self._is_left = False
 
     @property
     def number(self) -> int:
@@ -76,13 +77,14 @@ class Creation:
     def give_up(self, error: BaseException) -> None:
         """Tell the ranks that may still be in the creation that this one has left it with ``error``.
 
-        Takes half a second at most, whatever the store does.
+        Once, and for half a second at most, whatever the store does.
         """
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
-        if not dist.is_initialized():
-            return  # nobody was met
+        if self._is_left or not dist.is_initialized():
+            return
+        self._is_left = True
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         word = json.dumps([dist.get_rank(), reason])
         self.begin()
@@ -99,6 +101,10 @@ class Creation:
             aside(partial(tell, _get_default_store()), "sglang_fl-give-up").wait(_ANSWER_LIMIT_S)
         except CommError as problem:  # no thread can be started: the others find out at their limit
             logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
+
+    def cut_off(self) -> None:
+        """The store does not answer: nothing can be told any more."""
+        self._is_left = True
 
     def given_up(self, store: Any) -> tuple[int, str] | None:
         """Which rank has told that it gave up, and why; None if none has."""
@@ -163,6 +169,8 @@ class Exchange:
         if self._values is not None:
             return self._values
         self._is_over = True
+        if self.creation is not None and self._missing is None:
+            self.creation.cut_off()
         FAILED.append(self.stage)
         raise AgreementError(self._text(time.monotonic() - start_s))
 
