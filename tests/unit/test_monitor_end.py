@@ -33,7 +33,7 @@ def lose(how):
         os.close(write), os.close(read)
     if how in ("full", "full and non-blocking"):
         fill(2)
-        os.set_blocking(2, how != "full")
+        os.set_blocking(2, how == "full")
 """
 _END = """
 from sglang_fl.comm.monitor.ending import end_process
