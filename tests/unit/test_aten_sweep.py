@@ -556,8 +556,11 @@ class TestRun:
         sweep.kill()
         sweep.wait(timeout=30)
         # Without an init that waits for it, it stays as a zombie.
-        while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
+        tries = 600
+        while tries and psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.05)
+            tries -= 1
+        assert tries, "the worker is still there"
         assert begun.exists() == is_begun
 
     @staticmethod
