@@ -106,6 +106,9 @@ MACHINES = (
         reason="RuntimeError: No device",
         imported=False,
     ),
+    Machine(
+        "one that ends the process", {"__init__.py": "raise SystemExit(3)"}, reason="SystemExit: 3", imported=False
+    ),
     Machine("detector where 5.0.2 has it", _gems("device"), available=True),
     Machine("detector where later ones have it", _gems("device_finder"), available=True),
     Machine("no detector", _gems(), reason="no DeviceDetector in any of"),

@@ -33,7 +33,7 @@ def flag_gems_availability() -> Availability:
     try:
         importlib.import_module("flag_gems")
         device = _detector()
-    except Exception as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code; the reason is kept and reported
         return Availability.no(f"importing flag_gems failed with {type(error).__name__}: {error}")
     if device is None:
         return Availability.no(f"FlagGems has no DeviceDetector in any of {', '.join(DETECTOR_MODULES)}")

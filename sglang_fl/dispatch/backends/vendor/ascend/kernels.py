@@ -28,7 +28,10 @@ class NpuFunctions:
             raise AttributeError(name)
         try:
             function = getattr(importlib.import_module(MODULE), name)
-        except Exception as error:  # third-party code: whatever it raises is one reason, and it is reported
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # third-party code: whatever it raises is one reason, and it is reported
             raise NotSupportedError(f"torch_npu.{name}: {type(error).__name__}: {error}") from error
         setattr(self, name, function)
         return function

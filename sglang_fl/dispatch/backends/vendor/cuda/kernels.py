@@ -65,7 +65,7 @@ def _module(name: str) -> Any:
     try:
         module = importlib.import_module(MODULE)
         wanted = importlib.import_module(name)
-    except Exception as error:  # third-party code: whatever it raises is one reason, and it is reported
+    except (Exception, SystemExit) as error:  # third-party code: whatever it raises is one reason, and it is reported
         raise NotSupportedError(f"importing sgl_kernel failed with {type(error).__name__}: {error}") from error
     if getattr(module, STAND_IN_MARKER, False):
         raise NotSupportedError("sgl_kernel is the stand-in that lets SGLang import without it, and holds no kernels")
