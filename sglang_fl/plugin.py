@@ -445,7 +445,7 @@ def _communication_hooks(plugin: Plugin) -> list[Hook]:
         coordinator.let_dynamo_trace(method_hooks)
         hooks += method_hooks
         device_type = "" if data is None else data.device_type
-        hooks.append(graph_mixing.hook(settings, device_type, lambda line: plugin.notice(f"{COMM_LAYER}: {line}")))
+        hooks += graph_mixing.hooks(settings, device_type, lambda line: plugin.notice(f"{COMM_LAYER}: {line}"))
         hooks += state.failure_hooks(has_graphs=plugin.platform == "cuda")
         if plugin.platform == "cuda":
             hooks += fused_all_reduce.hooks(settings.comm.mode)

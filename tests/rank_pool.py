@@ -35,7 +35,7 @@ class RankPool:
         # The thread is there as long as the ranks: they end with the thread that has started them.
         self._thread = ThreadPoolExecutor(1)
         self._ranks: Future[list[Any]] | None = None
-        self._store: TCPStore
+        self._store: TCPStore | None = None
         self._tasks: Iterator[int]
 
     def run(self, function: Callable[..., Any], *arguments: object, env: Mapping[str, str | None]) -> list[Any]:
@@ -46,21 +46,25 @@ class RankPool:
         """
         if self._ranks is None:
             self._ranks = self._start()
-        number = next(self._tasks)
-        self._store.set(f"task {number}", pickle.dumps((function, arguments, dict(env))))
+        store, number = self._store, next(self._tasks)
+        assert store is not None
+        store.set(f"task {number}", pickle.dumps((function, arguments, dict(env))))
         names = [_result_name(number, rank) for rank in range(self._world_size)]
-        while not self._store.check(names):
+        while not store.check(names):
             if self._ranks.done():
                 ended, self._ranks = self._ranks, None
+                self._store = store = None
                 raise ended.exception() or AssertionError("the ranks ended before their task")
             time.sleep(_POLL_S)
-        return [pickle.loads(self._store.get(name)) for name in names]
+        return [pickle.loads(store.get(name)) for name in names]
 
     def close(self) -> None:
         """End the ranks."""
-        if self._ranks is not None:
+        if self._ranks is not None and self._store is not None:
             self._store.set(f"task {next(self._tasks)}", pickle.dumps(None))
             self._ranks.result()
+        # It has a thread, for which a process forked later would wait for ever if it collected it as garbage.
+        self._store = None
         self._thread.shutdown()
 
     def _start(self) -> Future[list[Any]]:

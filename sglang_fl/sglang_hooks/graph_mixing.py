@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_fl.comm.graph_mixing import prepare
+from sglang_fl.comm.graph_mixing import LIBRARIES, prepare
 from sglang_fl.config import Settings
 from sglang_fl.sglang_hooks.registration import Hook, HookKind
 
@@ -42,8 +42,13 @@ OPTIONS = (
 )
 
 
-def hook(settings: Settings, device_type: str, tell: Callable[[str], None]) -> Hook:
-    """Before SGLang's first group in each process that has any; ``tell`` gets the decision in words, once."""
+def hooks(settings: Settings, device_type: str, tell: Callable[[str], None]) -> list[Hook]:
+    """Before SGLang's first group in each process that has any; ``tell`` gets the decision in words, once.
+
+    None where the device's library keeps no such order: to look at the target imports SGLang's model runner.
+    """
+    if device_type not in LIBRARIES:
+        return []
     told: list[str] = []
 
     def decide_first(self: Any) -> None:
@@ -54,4 +59,4 @@ def hook(settings: Settings, device_type: str, tell: Callable[[str], None]) -> H
             told.append(decision.line())
             tell(told[0])
 
-    return Hook(TARGET, decide_first, HookKind.BEFORE)
+    return [Hook(TARGET, decide_first, HookKind.BEFORE)]

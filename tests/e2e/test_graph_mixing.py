@@ -26,13 +26,13 @@ from pathlib import Path
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_fl.comm.graph_mixing import LIBRARIES
+
+LIBRARIES["cpu"] = LIBRARIES["cuda"]  # SGLang imports all plugins before it runs the first
 NAMES = ("NCCL_GRAPH_MIXING_SUPPORT", "NCCL_NET_DISABLE_INTRA")
 
 
 def load():
-    from sglang_fl.comm.graph_mixing import LIBRARIES
-
-    LIBRARIES["cpu"] = LIBRARIES["cuda"]
     HookRegistry.register(
         "sglang.srt.distributed.parallel_state.init_distributed_environment", note, HookType.BEFORE
     )

@@ -12,7 +12,7 @@ import pytest
 from sglang_fl.comm import graph_mixing
 from sglang_fl.comm.graph_mixing import LIBRARIES, Decision, decide, prepare, refuses_windows, to_agree_on, variables
 from sglang_fl.config import Settings, load_settings
-from sglang_fl.sglang_hooks.graph_mixing import OPTIONS, hook
+from sglang_fl.sglang_hooks.graph_mixing import OPTIONS, hooks
 
 NCCL = LIBRARIES["cuda"]
 DROPPED = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_NET_DISABLE_INTRA": "1"}
@@ -214,7 +214,8 @@ GATHER = "SGLANG_NCCL_ALL_GATHER_IN_OVERLAP_SCHEDULER_SYNC_BATCH"
 def told(arguments: dict[str, Any]) -> list[str]:
     """What is told before SGLang's first group, twice: a draft model has a runner of its own."""
     lines: list[str] = []
-    decide_first = hook(settings(), "cuda", lines.append).function
+    (found,) = hooks(settings(), "cuda", lines.append)
+    decide_first = found.function
     for _ in range(2):
         decide_first(SimpleNamespace(server_args=SimpleNamespace(**{**ARGUMENTS, **arguments})))
     return lines
@@ -245,6 +246,11 @@ def test_options_of_sglang_that_need_the_order_keep_it(
     (line,) = told(arguments)
     assert words in line
     assert (os.environ.get(NCCL.variable) == "0") is (" set: " in line)
+
+
+def test_a_device_whose_library_keeps_no_such_order_needs_no_hook() -> None:
+    """Given a CPU, when the hooks are asked for, then there is none, and SGLang's model runner need not be imported."""
+    assert hooks(settings(), "cpu", print) == []
 
 
 def test_the_options_exist() -> None:
