@@ -48,32 +48,27 @@ class TorchTransport(Transport):
         self._ranks = context.ranks
         self._waiting = Waiting(context.operation_timeout_s, context.device_group)
         self._is_host = context.device.type == "cpu"
+        self._run: Callable[..., None] = self._waiting.run if self._is_host else self._enqueue
         self._pairs = None if self._is_host else Pairs(name, context)
         # torch.distributed sorts a group's ranks; where ours are in another order, parts change places.
         torch_ranks = dist.get_process_group_ranks(context.device_group)
         is_sorted = list(context.ranks) == torch_ranks
         self._torch_places = None if is_sorted else torch.tensor([torch_ranks.index(r) for r in context.ranks])
 
+    def _enqueue(self, call: Callable[..., object], *arguments: object) -> None:
+        call(*arguments, group=self._group)
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_reduce`."""
-        if self._is_host:
-            self._waiting.run(dist.all_reduce, tensor)
-        else:
-            dist.all_reduce(tensor, group=self._group)
+        self._run(dist.all_reduce, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.all_gather`."""
         if self._torch_places is None:
-            if self._is_host:
-                self._waiting.run(dist.all_gather_into_tensor, output, tensor)
-            else:
-                dist.all_gather_into_tensor(output, tensor, group=self._group)
+            self._run(dist.all_gather_into_tensor, output, tensor)
             return
         gathered = torch.empty_like(output)
-        if self._is_host:
-            self._waiting.run(dist.all_gather_into_tensor, gathered, tensor)
-        else:
-            dist.all_gather_into_tensor(gathered, tensor, group=self._group)
+        self._run(dist.all_gather_into_tensor, gathered, tensor)
         parts = gathered.view(len(self._ranks), -1)
         torch.index_select(parts, 0, self._torch_places.to(parts.device), out=output.view(parts.shape))
 
@@ -82,17 +77,11 @@ class TorchTransport(Transport):
         if self._torch_places is not None:
             parts = tensor.view(len(self._ranks), -1)
             tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
-        if self._is_host:
-            self._waiting.run(dist.reduce_scatter_tensor, output, tensor)
-        else:
-            dist.reduce_scatter_tensor(output, tensor, group=self._group)
+        self._run(dist.reduce_scatter_tensor, output, tensor)
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
-        if self._is_host:
-            self._waiting.run(dist.reduce, tensor, self._ranks[dst])
-        else:
-            dist.reduce(tensor, self._ranks[dst], group=self._group)
+        self._run(dist.reduce, tensor, self._ranks[dst])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work | None:
         """See :meth:`Transport.broadcast`."""
@@ -108,10 +97,7 @@ class TorchTransport(Transport):
         if parts is not None and self._torch_places is not None:
             parts = [parts[place] for place in torch.argsort(self._torch_places).tolist()]
         flat = tensor.view(-1)
-        if self._is_host:
-            self._waiting.run(dist.gather, flat, parts, self._ranks[dst])
-        else:
-            dist.gather(flat, parts, self._ranks[dst], group=self._group)
+        self._run(dist.gather, flat, parts, self._ranks[dst])
 
     def send(self, tensor: torch.Tensor, dst: int) -> Work:
         """See :meth:`Transport.send`."""

@@ -121,7 +121,8 @@ class Waiting:
         is_from_outside = comes_from_outside(error)
         if is_from_outside:
             mark_left(error)
-        if is_from_outside if work is None else not work.is_completed():
+        may_be_under_way = is_from_outside if work is None else not work.is_completed()
+        if may_be_under_way:
             _never_end(self._group)
 
 
