@@ -6,19 +6,25 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sglang_fl.comm.agreement import agree
 from sglang_fl.comm.backends.flagcx import FlagCXCommunicator
 from sglang_fl.comm.backends.flagcx.transport import FlagCXBackend
 from sglang_fl.comm.backends.torch_dist import TorchBackend
-from sglang_fl.comm.communicator import CommunicatorFL
+from sglang_fl.comm.communicator import CommunicatorFL, group_context
+from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError, CommError
 from sglang_fl.comm.monitor import MONITOR
+from sglang_fl.comm.policy import communicator_policy
+from sglang_fl.comm.types import GroupContext, Transport
+from sglang_fl.config import load_settings
+from sglang_fl.devices import detect_platform
+from sglang_fl.selection import Kind
 from sglang_fl.testing.ranks import FailureKind, RankContext, RanksFailed, run_ranks
 from tests.distributed.groups import call_everything, communicator_of_all, group_of, world
 
@@ -83,27 +89,32 @@ class _OwnError(Exception):
     """Of no kind that is foreseen."""
 
 
+class _FailingBackend(TorchBackend):
+    """A chip's backend that cannot be created."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("torch", Kind.REFERENCE)
+        self._error = error
+
+    def create(self, context: GroupContext) -> Transport:
+        """Raise the error."""
+        raise self._error
+
+
 def _made_again(context: RankContext, kind: type[BaseException]) -> tuple[str, float, list[str]]:
     """Rank 1 cannot create the group the first time; both make it again."""
-    error: BaseException | None = None
-    with pytest.MonkeyPatch.context() as patch:
-        if context.rank == 1:
-            patch.setattr(TorchBackend, "create", _raiser(kind("planted")))
-        try:
-            communicator_of_all(context, ENDLESS_S)
-        except (AgreementError, kind) as raised:
-            error = raised
-    group = communicator_of_all(context, ENDLESS_S)
-    total = float(group.all_reduce(torch.ones(1)).item())
-    keys = {entry.key for entry in MONITOR.watched() if entry.recorder in group.recorders()}
-    return f"{type(error).__name__}: {error}", total, sorted(keys)
-
-
-def _raiser(error: BaseException) -> Callable[..., None]:
-    def create(*_: object) -> None:
-        raise error
-
-    return create
+    settings, ranks = load_settings(platform=detect_platform()), list(range(context.world_size))
+    group = dist.new_group(ranks, backend="gloo")
+    described = group_context(group, group, "cpu", ranks, "tp:0", settings, timeout_s=ENDLESS_S)
+    backends = dict(discover_backends().backends)
+    if context.rank == 1:
+        backends["torch"] = _FailingBackend(kind("planted"))
+    with pytest.raises((AgreementError, kind)) as raised:
+        agree(described, backends, communicator_policy(settings))
+    again = communicator_of_all(context, ENDLESS_S)
+    total = float(again.all_reduce(torch.ones(1)).item())
+    keys = {entry.key for entry in MONITOR.watched() if entry.recorder in again.recorders()}
+    return f"{raised.type.__name__}: {raised.value}", total, sorted(keys)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, _OwnError, KeyboardInterrupt])

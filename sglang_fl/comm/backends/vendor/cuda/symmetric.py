@@ -210,8 +210,7 @@ _ended: list[SymmetricGroup] = []  # whose process group is gone; peers may stil
 
 
 def group_of(context: GroupContext) -> SymmetricGroup:
-    """That of the same ranks; groups that are used at the same time have one each. Its blocks stay for the process's
-    life, it is taken again as long as the process group that it was made for is there.
+    """That of the same ranks, see :func:`shared_group`.
 
     Raises:
         CommError: where the ranks are, there is no symmetric memory; the same text on all.
@@ -220,6 +219,15 @@ def group_of(context: GroupContext) -> SymmetricGroup:
     reason = refusal(places, context.ranks)
     if reason:
         raise CommError(reason)
+    return shared_group(context)
+
+
+def shared_group(context: GroupContext) -> SymmetricGroup:
+    """One for all groups of the same ranks; those that are used at the same time have one each.
+
+    All ranks must call it. Its blocks stay for the process's life, it is taken again as long as the process group that
+    it was made for is there.
+    """
     name = "" if context.shares_communicator else context.name
     key = (context.ranks, str(context.device), name)
     own = _groups.get(key)
