@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from sglang_fl.comm.threads import aside
 logger = logging.getLogger("sglang_fl.comm")
 LATE_LIMIT_S = 0.5  # for ranks that are only late, while another is missing
 _ANSWER_LIMIT_S = 0.5
+_READ_LIMIT_S = 1.0  # for ranks that have yet to read what others told, before the process with the store may end
 _LONGEST_PAUSE_S = 0.02
 _LOOKOUT_S = 0.2
 
@@ -52,6 +54,7 @@ class Creation:
         self.group = group
         self.ranks = ranks
         self._number = 0
+        self.missing: list[int] = []  # from an exchange of it, for which it is given up
         self._is_joined = False
         self._is_left = False
 
@@ -72,12 +75,14 @@ class Creation:
         while store.check([self._key("over")]) and store.check([self._key("begun", self._number + 1)]):
             self._number = _count((self.group, self.ranks))
         store.set(self._key("begun"), "begun")
+        store.set(self._key(_by("begun", _own_rank())), "begun")
         self._is_joined = True
 
     def give_up(self, error: BaseException) -> None:
         """Tell the ranks that may still be in the creation that this one has left it with ``error``.
 
-        Once, and for half a second at most, whatever the store does.
+        Once, and for half a second at most, whatever the store does. Global rank 0, with whose process the store mostly
+        ends, gives the others that can a second more to read what they were told: whoever reads its error may kill it.
         """
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
@@ -86,21 +91,46 @@ class Creation:
             return
         self._is_left = True
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        word = json.dumps([dist.get_rank(), reason])
+        own = _own_rank()
+        word = json.dumps([own, reason])
         self.begin()
         FAILED.append(f"creation of {self.group}")
+
+        told = threading.Event()
 
         def tell(store: Any) -> None:
             try:
                 self.join(store)
                 store.compare_set(self._key("over"), "", word)
+                store.set(self._key(_by("left", own)), "left")
+                told.set()
+                if own == 0:
+                    self._see_off(store)
             except RuntimeError as problem:  # the store went with the process that held it
                 logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
+                told.set()
 
         try:
-            aside(partial(tell, _get_default_store()), "sglang_fl-give-up").wait(_ANSWER_LIMIT_S)
+            done = aside(partial(tell, _get_default_store()), "sglang_fl-give-up")
         except CommError as problem:  # no thread can be started: the others find out at their limit
             logger.debug("[sglang_fl] the end of a creation could not be told: %s", problem)
+            return
+        if own != 0:
+            done.wait(_ANSWER_LIMIT_S)
+        elif told.wait(_ANSWER_LIMIT_S):
+            done.wait(_READ_LIMIT_S)
+
+    def _see_off(self, store: Any) -> None:
+        """Return once each rank that came to the creation has left it, but for those that cannot; or too late."""
+        inside = {rank for rank in self.ranks if rank != 0 and rank not in self.missing}
+        until_s = time.monotonic() + _READ_LIMIT_S
+        while inside and time.monotonic() < until_s:
+            inside = {rank for rank in inside if self._is_inside(store, rank)}
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def _is_inside(self, store: Any, rank: int) -> bool:
+        begun, left = self._key(_by("begun", rank)), self._key(_by("left", rank))
+        return store.check([begun]) and not store.check([left]) and state_of(rank) not in _OUT
 
     def cut_off(self) -> None:
         """The store does not answer: nothing can be told any more."""
@@ -169,8 +199,10 @@ class Exchange:
         if self._values is not None:
             return self._values
         self._is_over = True
-        if self.creation is not None and self._missing is None:
-            self.creation.cut_off()
+        if self.creation is not None:
+            self.creation.missing = self._missing or []
+            if self._missing is None:
+                self.creation.cut_off()
         FAILED.append(self.stage)
         raise AgreementError(self._text(time.monotonic() - start_s))
 
@@ -288,6 +320,16 @@ class Exchange:
         whole, left = (f"{round(limit_s, 1):g} s" for limit_s in (max(self.whole_limit_s, self.limit_s), self.limit_s))
         steps = "" if whole == left else f" for all steps, of which this one had {left} left"
         return f"within {whole}{steps}"
+
+
+def _by(word: str, rank: int) -> str:
+    return f"{word} by {rank}"
+
+
+def _own_rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank()
 
 
 def state_of(rank: int) -> State | None:

@@ -308,9 +308,10 @@ class Groups:
             self.settings,
             self._limit_s(),
         )
-        views = context.exchange("compare settings", self._comparable())
-        compare(views)
-        self._compare_operators(context)
+        with creation(context) as begun:
+            views = begun.exchange("compare settings", self._comparable())
+            compare(views)
+            self._compare_operators(begun)
         return len(views)
 
     def _compare_operators(self, context: GroupContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -164,3 +165,59 @@ def test_who_waits_hears_that_another_left_the_creation() -> None:
     (text, *now), (_, *now_too) = run_ranks(gives_up, 2)
     assert "'swap' failed on all ranks: global rank 1 has left the creation of the group with MemoryError: no" in text
     assert now == now_too == [["new 0", "new 1"], 2]
+
+
+class Slow:
+    """A store that takes its time to give what an exchange ended with."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        """The store's method."""
+        if name == "compare_set":
+            time.sleep(0.3)
+        return getattr(self.store, name)
+
+
+def leaves_after_values(context: RankContext) -> bool:
+    """All come to the exchange. Rank 0 leaves the creation for what it reads there, as rank 1 will, which is slow."""
+    store = context.store("values")
+    creation, exchange = creation_of(context, ENDLESS_S)
+    if context.rank == 1:
+        slow = Slow(distributed_c10d._get_default_store())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(distributed_c10d, "_get_default_store", lambda: slow)
+            assert exchange.run("value 1") == ["value 0", "value 1"]
+        store.set("has read", "1")
+    else:
+        assert exchange.run("value 0") == ["value 0", "value 1"]
+    creation.give_up(AgreementError("the values differ"))
+    has_read: bool = store.check(["has read"])
+    return has_read
+
+
+def test_the_first_rank_ends_no_creation_before_the_others_have_read_it() -> None:
+    """Given rank 0 that leaves a creation for what all ranks read in it, then it does so once rank 1 has read that:
+    SGLang ends a process at once for its error, and torch.distributed's store ends with rank 0's."""
+    assert run_ranks(leaves_after_values, 2) == [True, True]
+
+
+def stays(context: RankContext) -> None:
+    """Rank 0 leaves a creation in which rank 1 has begun and stays until rank 0 has left."""
+    store = context.store("stays")
+    creation, _ = creation_of(context, ENDLESS_S)
+    creation.begin()
+    if context.rank == 1:
+        creation.join(distributed_c10d._get_default_store())
+        store.set("is inside", "1")
+        store.get("rank 0 has left")
+    else:
+        store.get("is inside")
+        creation.give_up(AgreementError("planted"))
+        store.set("rank 0 has left", "1")
+
+
+def test_the_first_rank_does_not_wait_for_ever_for_those_inside() -> None:
+    """Given rank 1 that does not leave a creation, as within a library's call, then rank 0 leaves it all the same."""
+    assert run_ranks(stays, 2) == [None, None]
