@@ -25,6 +25,7 @@ from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.distributed.groups import communicator_of_all
 
 LIMIT_S = 2.0
+ENDLESS_S = 600.0  # longer than a test may run
 TORCH = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
 _PROCESS = r"\(process \d+ on [^)]+\)"
 
@@ -178,19 +179,47 @@ def _nobody_receives(context: RankContext) -> dict[str, str]:
 def test_what_follows_a_send_that_nobody_received_is_named(tmp_path: Path) -> None:
     """Given a send over gloo that nobody receives, when its limit has passed, then it fails with group, peer, number
     and shape, and so does every further call of this rank, a refused one not with its own shape as the send's; gloo has
-    ended the group's connections with it, and the calls of the other rank say their own name and what failed before."""
+    mostly ended the group's connections with it, and the calls of the other rank say what failed before."""
     env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
     sender, receiver = run_ranks(_nobody_receives, 2, env=env)
     sent = r"group tp:0 torch 0>1, global rank 0 of \[0, 1\]: call number 1, send float32\[1048576\] rank 1"
-    before = "what failed before it is"
+    before = "(what failed before it is|refuses every further call of the group, since one of it failed there)"
     late = rf"did not complete within {LIMIT_S:g} s: global rank 1 {_PROCESS} is alive and has not entered the call"
     assert re.match(rf"CollectiveTimeout: {sent} of shape \[1024, 1024\] called at .* {late}", sender["wait"]), sender
     for call in ("send", "all_reduce", "barrier"):
         assert re.match(rf"CollectiveTimeout: {sent} called at .* {late}", sender[call]), sender
-    for call, number in (("all_reduce", 2), ("barrier", 1)):
-        named = rf"\w+: group tp:0 (torch|CPU group), global rank 1 of \[0, 1\]: call number {number}, {call}"
-        assert re.match(named, receiver[call]), receiver
-    assert re.search(rf"all_reduce float32\[5\] of shape \[5\].* {before}: {sent}", receiver["all_reduce"]), receiver
+    named = r"\w+: group tp:0 torch, global rank 1 of \[0, 1\]: call number 2, all_reduce float32\[5\]"
+    assert re.match(rf"{named} of shape \[5\].* {before}: {sent}", receiver["all_reduce"]), receiver
+    # Refused for the first one; or gloo's error, of its own call.
+    barrier = r"\w+: group tp:0 CPU group, global rank 1 of \[0, 1\]: call number 1, barrier"
+    assert re.match(named, receiver["barrier"]) or re.match(barrier, receiver["barrier"]), receiver
+
+
+def _waits_for_who_refuses(context: RankContext) -> str:
+    """Rank 0 receives what nobody sends, up to its limit; rank 1, which has none, waits in what rank 0 would call."""
+    group, store = communicator_of_all(context, 30.0, LIMIT_S if context.rank == 0 else ENDLESS_S), context.store("end")
+    size = torch.Size([3])
+    if context.rank == 0:
+        group.recv(size, torch.float32, 1)
+        error = _failure(lambda: group.recv(size, torch.float32, 1))
+    else:
+        group.send(torch.ones(3), 0)
+        error = _failure(lambda: group.all_reduce(torch.ones(8)))
+    store.set(str(context.rank), "")
+    store.wait(["0", "1"])
+    return error
+
+
+def test_who_waits_hears_that_another_refuses_its_calls(backend: Mapping[str, str], tmp_path: Path) -> None:
+    """Given rank 0, whose receive nobody answers and which refuses what comes after it, then rank 1, which has no limit
+    and waits in the group's next collective, ends too, and both name the receive."""
+    env = {**backend, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
+    receiver, waiter = run_ranks(_waits_for_who_refuses, 2, env=env)
+    received = r"group tp:0 \w+ 1>0, global rank 0 of \[[01], [01]\]: call number \d, recv float32\[3\]"
+    assert re.match(rf"CollectiveTimeout: {received}", receiver), receiver
+    named = r"\w+: group tp:0 \w+, global rank 1 of \[0, 1\]: call number \d, all_reduce float32\[8\] of shape \[8\]"
+    before = "(what failed before it is|refuses every further call of the group, since one of it failed there)"
+    assert re.match(rf"{named}.* {before}: {received}", waiter), waiter
 
 
 # --- a dump that comes late ---

@@ -69,6 +69,7 @@ class Board:
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
+        self._to_refuse: list[tuple[str, str]] = []
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -118,6 +119,12 @@ class Board:
             self._own.concluded = True
             self._wanted.notify()
 
+    def refuse(self, key: str, verdict: Verdict) -> None:
+        """Tell the peers that this rank makes no further call of the recorder of ``key``, unless more is told of it."""
+        with self._wanted:
+            self._to_refuse.append((key, to_tell(verdict)))
+            self._wanted.notify()
+
     def part(self, given_up: dict[str, int], through: dict[str, int], limit_s: float) -> None:
         """Say at once which recorders are given up, before the store may go; at most ``limit_s`` seconds."""
         with self._wanted:
@@ -138,17 +145,20 @@ class Board:
     def _run(self) -> None:
         said_s = 0.0
         try:
-            while not self._own.left or self._is_fresh or self._to_tell:
+            while not self._own.left or self._is_fresh or self._to_tell or self._to_refuse:
                 with self._wanted:
-                    if not (self._to_tell or self._peers or self._own.left or self._is_urgent):
+                    if not (self._to_tell or self._to_refuse or self._peers or self._own.left or self._is_urgent):
                         self._wanted.wait(BEAT_S)
                     told, self._to_tell = self._to_tell, []
+                    refused, self._to_refuse = self._to_refuse, []
                     peers, self._peers = self._peers, ()
                     keys = self._keys
                     asked_s = time.monotonic()
                 for key, text in told:
                     self._store().set(f"{_PREFIX}/verdict/{key}", text)
                     self._store().set(f"{_PREFIX}/alarm", text)
+                for key, text in refused:
+                    self._store().compare_set(f"{_PREFIX}/verdict/{key}", "", text)
                 said_s = self._beat(0.0 if told else said_s)
                 self._read(peers, keys, asked_s)
                 if self.alarm is None and (text := self._get("alarm")):
@@ -181,7 +191,7 @@ class Board:
     def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:
         beats = {rank: Beat(**json.loads(text)) for rank in peers if (text := self._get(f"beat/{rank}"))}
         # After the beats: who says there that it has found something has told it here before.
-        told = {key: text for key in keys if key not in self.verdicts and (text := self._get(f"verdict/{key}"))}
+        told = {key: text for key in keys if not self._is_known(key) and (text := self._get(f"verdict/{key}"))}
         # What is told is known here before it is known that who told it has gone.
         for key, text in told.items():
             self._learn(key, text)
@@ -190,6 +200,11 @@ class Board:
             if known is None or known.count != beat.count:
                 self.beats[rank], self.heard_s[rank] = beat, time.monotonic()
         self.read_s = asked_s
+
+    def _is_known(self, key: str) -> bool:
+        """Whether nothing more can be told of a recorder; behind a refusal the verdict on its own call may come."""
+        known = self.verdicts.get(key)
+        return known is not None and known.refused_after is None
 
     def _get(self, key: str) -> str:
         store, name = self._store(), f"{_PREFIX}/{key}"

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -196,7 +196,8 @@ class Monitor:
             self._name_on_device(on_device, watched)
         for entry in watched:
             told = self._told(entry)
-            if entry.verdict is None and told is not None:  # this rank makes no call of it, and shall make none
+            # This rank makes no call of it, and shall make none.
+            if entry.verdict is None and told is not None and told.refused_after is None:
                 with self._trouble_of(entry, limit_s=_TROUBLE_S):
                     self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank, entry.is_idle()))
         self._answer_alarm()
@@ -362,7 +363,7 @@ class Monitor:
         call = (watched.key, pending.last)
         lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host, call)
         told = self._told(watched)
-        if told is not None:
+        if told is not None and told.concerns(pending.last):
             return _Reason(told.missing, told.rank)
         return _Reason(lost) if lost or pending.waited_s >= watched.limit_s else None
 
@@ -420,8 +421,16 @@ class Monitor:
         for beside in self._beside(watched.recorder):
             if beside.refusal is None:
                 beside.refuse(text)
+                self._tell_refusal(beside, verdict, text)
         self.has_concluded = True
         watched.recorder.abort(ABORT_LIMIT_S)
+
+    def _tell_refusal(self, recorder: Recorder, verdict: Verdict, text: str) -> None:
+        """The peers shall not wait for this rank in calls that it will not make any more."""
+        if self._board is not None:
+            own = Missing(self._rank, Absence.REFUSES, str(this_process()), text)
+            told = replace(verdict, missing=(own,), refused_after=recorder.entered())
+            self._board.refuse(self.made_in(recorder, 0), told)
 
     def _write_dump(self, reason: str) -> Path | None:
         """None where there is no dump within the limit; then the log says why, and a verdict falls all the same."""

@@ -25,6 +25,7 @@ class Absence(str, Enum):
     ELSEWHERE = "is alive and has not entered the call"
     OTHERWISE = "is alive and has made another call in its place"
     GAVE_UP = "is alive and has given the group up"
+    REFUSES = "is alive and refuses every further call of the group, since one of it failed there"
     LEFT = "is alive and no longer in the call, which has returned or failed there"
     INTERRUPTED = "has left the call, which was under way"
     UNKNOWN = "has told nothing of its calls"
@@ -84,6 +85,8 @@ class Verdict:
             known. Empty where all are in it and it does not move all the same.
         told_by: the global rank that told this one of it; None where this rank found it itself.
         is_idle: the rank itself has no call of the recorder under way; ``stuck`` is that of ``told_by``.
+        refused_after: where it is on another recorder of a group with a call that cannot complete: number of the last
+            call that ``rank`` has entered and may be done with; None where a call of the recorder itself cannot.
         pid: the process that found it.
     """
 
@@ -92,7 +95,12 @@ class Verdict:
     missing: tuple[Missing, ...] = ()
     told_by: int | None = None
     is_idle: bool = False
+    refused_after: int | None = None
     pid: int = field(default_factory=os.getpid)
+
+    def concerns(self, number: int) -> bool:
+        """Whether the recorder's call of that number cannot complete for it."""
+        return self.refused_after is None or number > self.refused_after
 
     @property
     def kind(self) -> type[CommError]:
@@ -160,4 +168,4 @@ def as_told(text: str) -> Verdict:
     tuples = {name: tuple(row["stuck"][name]) for name in ("ranks", "others")}
     stuck = Stuck(**{**row["stuck"], **tuples})
     missing = tuple(Missing(**{**entry, "absence": Absence(entry["absence"])}) for entry in row["missing"])
-    return Verdict(row["rank"], stuck, missing, row["told_by"], row["is_idle"], row["pid"])
+    return Verdict(**{**row, "stuck": stuck, "missing": missing})
