@@ -45,6 +45,7 @@ _AFTER_THE_SENDS = 50  # of multiprocessing's exit priorities, the higher the ea
 # What of a pause or a look counts as waiting; longer than that the process was stopped, and its calls with it.
 _LONGEST_PAUSE_S = 1.0
 _LONGEST_TICK_S = 8.0  # a verdict and its dump
+_NEAR_S = 0.5  # what fails so shortly before its limit has reached it
 _TROUBLE_S = 1.0  # for which the monitor tries again what it could not do for a call that is due
 
 
@@ -514,10 +515,17 @@ class Monitor:
         return "" if alarm is None or set(alarm.stuck.ranks).isdisjoint(recorder.ranks) else alarm.text()
 
     def _cause(self, watched: Watched, call: RecordedCall) -> Verdict | None:
-        pending = Pending(call.number, call.number, self._awake.since(call.entered_s, time.monotonic()))
+        pending = Pending(call.number, call.number, self._waited_s(watched, call))
         self._peers.read(watched.recorder.ranks, watched.key)
         reason = self._reason(watched, pending, time.monotonic(), has_failed=True)
         return None if reason is None else self._verdict(watched, pending, reason)
+
+    def _waited_s(self, watched: Watched, call: RecordedCall) -> float:
+        """For how long a failed call was waited for: to look for the reason takes time, in which no limit passes."""
+        waited_s = self._awake.since(call.entered_s, time.monotonic())
+        took_s = waited_s if call.time_out_s is None else call.time_out_s - call.time_in_s
+        # A library's own limit may be a little less.
+        return took_s if took_s < watched.limit_s - _NEAR_S else waited_s
 
     def part(self) -> None:
         """A group of this process is given up: say so at once, since the store may go next, before the process."""
