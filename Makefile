@@ -63,18 +63,19 @@ typecheck: setup
 	$(BIN)/mypy
 
 # They load SGLang a hundred times and start fifty servers: targets of their own, so that make test ends in half an hour.
-TOOLS := tests/e2e/test_doctor.py tests/e2e/test_bisect.py tests/multinode/test_doctor.py
+TOOLS := tests/e2e/test_demo_without.py tests/e2e/test_doctor.py tests/e2e/test_bisect.py tests/multinode/test_doctor.py
 SERVING := $(wildcard tests/e2e/test_benchmark_*.py)
 DOCUMENTS := tests/distributed/test_document_blocks.py tests/e2e/test_document_blocks.py
+FAULTS_OF_SERVERS := tests/e2e/test_failures.py
 OWN := $(TOOLS) $(SERVING) $(DOCUMENTS)
 
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
-	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu $(OWN:%=--ignore %) -n 2 --dist loadgroup --complete
-	$(call say,ranks that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
-	$(BIN)/python -m pytest tests/faults --complete
+	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu $(OWN:%=--ignore %) -n 2 --dist loadfile --complete
+	$(call say,ranks and schedulers that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
+	$(BIN)/python -m pytest tests/faults $(FAULTS_OF_SERVERS) --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)
-	$(BIN)/python -m pytest tests/e2e tests/multinode $(OWN:%=--ignore %) --complete
+	$(BIN)/python -m pytest tests/e2e tests/multinode $(OWN:%=--ignore %) $(FAULTS_OF_SERVERS:%=--ignore %) -n 2 --dist loadfile --complete
 
 # The two hosts are made with ip, which needs root; the documents' blocks call curl.
 $(VENV)/.network-tools: | $(VENV)/.requirements
@@ -93,7 +94,7 @@ test-random: setup
 test-faults: setup
 	$(BIN)/python -m pytest tests/faults --runs 20 --complete
 
-# The doctor on wrong set-ups, and bisect on real servers with planted faults: seven minutes.
+# The demo and the doctor on wrong set-ups, and bisect on real servers with planted faults: eight minutes.
 test-tools: setup $(VENV)/.network-tools
 	$(BIN)/python -m pytest $(TOOLS) --complete
 

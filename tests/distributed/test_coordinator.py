@@ -13,9 +13,6 @@ import pytest
 from tests.distributed.coordinator_cases import CASES
 from tests.distributed.coordinator_program import ROOT, ask
 
-# Its answers take minutes: one worker alone makes them.
-pytestmark = pytest.mark.xdist_group("coordinator")
-
 PAGE = ROOT / "docs/communication.md"
 TABLE_TITLE = "### FLAGCX_PATH and SGLANG_FL_DIST_BACKEND on a CPU"
 TYPO = "flagcxx"

@@ -9,8 +9,6 @@ import pytest
 
 from tests.distributed.coordinator_program import ask
 
-pytestmark = pytest.mark.xdist_group("coordinator routes")
-
 LIMIT = 4096
 ROUTES = f"all_reduce=native:{LIMIT}|flagcx;all_gather=torch:{LIMIT};reduce_scatter=flagcx:{LIMIT}|native"
 

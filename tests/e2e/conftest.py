@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from sglang_fl.config.fields import FIELD_BY_VARIABLE
 from sglang_fl.testing.tiny_model import Family, write_tiny_model
@@ -36,14 +38,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[Family, Path]:
 
 @pytest.fixture(scope="session")
 def control(models: Mapping[Family, Path], tmp_path_factory: pytest.TempPathFactory) -> Control:
-    """What SGLang without the plugin answers at given sizes; each server runs once a session."""
-    known: dict[str, Answers] = {}
+    """What SGLang without the plugin answers at given sizes; each server runs once, also for several test processes."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def answers(topology: Topology) -> Answers:
-        if topology.name not in known:
-            with topology.server(models, tmp_path_factory.mktemp("control"), CONTROL) as server:
-                known[topology.name] = ask(server)
-            assert "[sglang_fl]" not in server.logs(), "SGLANG_PLUGINS=__none__ must leave SGLang as it is"
-        return known[topology.name]
+        kept = shared / f"control-{topology.name}.pickle"
+        with FileLock(kept.with_suffix(".lock")):
+            if not kept.exists():
+                with topology.server(models, tmp_path_factory.mktemp("control"), CONTROL) as server:
+                    found = ask(server)
+                assert "[sglang_fl]" not in server.logs(), "SGLANG_PLUGINS=__none__ must leave SGLang as it is"
+                kept.write_bytes(pickle.dumps(found))
+            known: Answers = pickle.loads(kept.read_bytes())
+        return known
 
     return answers

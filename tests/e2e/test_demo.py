@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from .conftest import ROOT
+from .demo_program import LIMIT_S, processes_of, start
 
 pytestmark = pytest.mark.e2e
-
-LIMIT_S = 400.0
-
-
-def _start(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
-    """The demo with its temporary files in ``folder``, whose name its processes therefore carry."""
-    merged = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return subprocess.Popen(
-        command or (sys.executable, "-m", "sglang_fl.testing.demo"),
-        cwd=ROOT,
-        env={**merged, "TMPDIR": str(folder), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _processes_of(folder: Path) -> list[int]:
-    """Every process of a demo: their environment names its folder, whoever their parent is by now."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("TMPDIR") == str(folder):
-                found.append(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
@@ -57,7 +27,7 @@ def test_it_answers_and_shows_what_each_process_carried(tmp_path: Path) -> None:
     """Given nothing, then ``make demo`` shows command, question, answer and the calls that FlagCX's API over host
     memory carried, per rank and in sum per group."""
     hostcx = ROOT / "build/hostcx"
-    demo = _start(tmp_path, "make", "-s", "demo")
+    demo = start(tmp_path, "make", "-s", "demo")
     output, _ = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 0, output
     assert f"FLAGCX_PATH={hostcx}" in output and "-m sglang.launch_server --model-path=" in output
@@ -73,53 +43,31 @@ def test_it_answers_and_shows_what_each_process_carried(tmp_path: Path) -> None:
     total = sum(carried.values())
     assert f"group tp:0: flagcx carried {total} calls" in output
     assert "active in all 2 scheduler processes" in output
-    assert _processes_of(tmp_path) == []
-
-
-def test_it_says_what_was_passed_over(tmp_path: Path) -> None:
-    """Given a FLAGCX_PATH without a library, then the demo answers, and says why flagcx carries nothing."""
-    demo = _start(tmp_path, FLAGCX_PATH=str(tmp_path))
-    output, _ = demo.communicate(timeout=LIMIT_S)
-    assert demo.returncode == 0, output
-    assert "group tp:0: torch carried" in output
-    assert re.search(r"^group tp:0 is carried by torch. Passed over: flagcx: all ranks: .*", output, re.MULTILINE), (
-        output
-    )
-
-
-def test_it_fails_where_the_plugin_is_not_active(tmp_path: Path) -> None:
-    """Given SGLANG_PLUGINS=__none__, then SGLang answers, and the demo names the processes and ends with 1."""
-    demo = _start(tmp_path, SGLANG_PLUGINS="__none__")
-    output, _ = demo.communicate(timeout=LIMIT_S)
-    assert demo.returncode == 1, output
-    assert "== answer" in output
-    assert len(re.findall(r"^\S*scheduler_TP[01] \(pid \d+\): no report from the plugin", output, re.MULTILINE)) == 2
-    assert "SGLANG_PLUGINS is '__none__'" in output
-    assert _processes_of(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
 def test_it_shows_the_logs_end_where_the_server_ends(tmp_path: Path) -> None:
     """Given a wrong setting, then the demo shows the server's own message and ends with 1."""
-    demo = _start(tmp_path, SGLANG_FL_DIST_BACKEND="torhc")
+    demo = start(tmp_path, SGLANG_FL_DIST_BACKEND="torhc")
     output, _ = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 1, output
     assert "ended with code 1; the log of node 0 ends:" in output
     assert "sglang_fl: a setting is wrong. SGLANG_FL_DIST_BACKEND" in output
-    assert _processes_of(tmp_path) == []
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_nothing_is_left_when_it_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
     """Given a demo whose schedulers run, when it is interrupted or killed, then all of its processes end."""
-    demo = _start(tmp_path)
+    demo = start(tmp_path)
 
     def has_schedulers() -> bool:
         # The demo, SGLang's main process, two schedulers and their resource tracker.
         assert demo.poll() is None
-        return len(_processes_of(tmp_path)) >= 5
+        return len(processes_of(tmp_path)) >= 5
 
     _until(has_schedulers, "the schedulers run")
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL), output
-    _until(lambda: not _processes_of(tmp_path), "all processes have ended")
+    _until(lambda: not processes_of(tmp_path), "all processes have ended")
