@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -196,6 +197,7 @@ def _write_outcome(task: _Task, outcome: _Outcome) -> None:
 
 def _rank_main(task: _Task) -> None:
     """Run one rank; the process's exit code says whether it went well, the outcome file what came of it."""
+    gc.freeze()  # a collection would write to every page that a fork shares with its parent, for a tenth of a second
     _end_with_parent(task.parent_pid)
     with task.stack_path.open("w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
