@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_fl.comm.captures import CAPTURES
 from sglang_fl.comm.dumps import include, known_recorders
@@ -51,6 +51,7 @@ class GraphReplays:
         limit_s: how long a replay may take, seconds.
     """
 
+    key: ClassVar[str] = ""  # a replay that cannot complete ends the process
     limit_s: Callable[[], float]
     _rings: dict[tuple[str, tuple[int, ...]], CallRing] = field(default_factory=dict)
     _graphs: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)

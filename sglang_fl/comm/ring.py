@@ -138,11 +138,11 @@ class CallRing(Recorder):
         return [_shown(row, offset_ns) for row in sorted(rows, key=lambda row: int(row[_NUMBER]))]
 
     def under_way(self) -> RecordedCall | None:
-        """See :meth:`Recorder.under_way`; of a work that was dropped nobody knows, and nobody waits."""
-        works = [reference() for reference in self._works.valuerefs()]
-        rows = [work.row for work in works if work is not None]
+        """See :meth:`Recorder.under_way`. A work counts once it is waited for, or asked: before, nobody is late."""
+        works = [work for reference in self._works.valuerefs() if (work := reference()) is not None]
+        rows = [work.row for work in works if work.is_waited_for]
         last = self.rows[self.number % len(self.rows)]
-        if last is not None:
+        if last is not None and all(work.row is not last for work in works):
             rows.append(last)
         # A copy first: a row may end while it is looked at.
         open_rows = [row for row in map(list, rows) if not row[ENDED] and row[TIME_OUT] is None]
@@ -184,16 +184,18 @@ class CallRing(Recorder):
 class RecordedWork:
     """A transfer under way whose call ends when it is waited for or found done; no one knows of one that is dropped."""
 
-    __slots__ = ("__weakref__", "_ring", "_shape", "_work", "row")
+    __slots__ = ("__weakref__", "_ring", "_shape", "_work", "is_waited_for", "row")
 
     def __init__(self, ring: CallRing, row: Row, work: Work, shape: Sequence[int]) -> None:
         self._ring = ring
         self._work = work
         self._shape = shape
+        self.is_waited_for = False
         self.row = row
 
     def wait(self, *arguments: Any) -> Any:
         """As the work's own."""
+        self.is_waited_for = True
         try:
             result = self._work.wait(*arguments)
         except BaseException as error:
@@ -206,6 +208,7 @@ class RecordedWork:
 
     def is_completed(self) -> bool:
         """As the work's own."""
+        self.is_waited_for = True  # whoever asks waits in a way of its own
         done = self._work.is_completed()
         if done:
             self._end()
@@ -217,9 +220,9 @@ class RecordedWork:
         elif self._ring.mark_wanted:
             self._ring.mark(self.row)
 
-    def __del__(self) -> None:
+    def __del__(self, ended: int = ENDED) -> None:  # at the interpreter's end the module's names are gone
         """Nobody waits any more."""
-        self.row[ENDED] = True
+        self.row[ended] = True
 
 
 def _shown(row: Row, offset_ns: int) -> RecordedCall:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ class Requests:
         limit_s: how long one may take, seconds.
     """
 
+    key: ClassVar[str] = ""  # an exchange that cannot complete ends the process
     limit_s: Callable[[], float]
     _rings: dict[Any, RequestRing | None] = field(default_factory=dict)
 

@@ -23,6 +23,8 @@ _LIMIT_S = 30.0
 class _Group:
     """Of two recorders, in the order in which the monitor sees them."""
 
+    key = ""
+
     def __init__(self, recorders: list[StreamRecorder]) -> None:
         self._recorders = tuple(recorders)
 

@@ -130,6 +130,8 @@ def _hang() -> None:
     from sglang_fl.comm.processes import Process, this_process
 
     class Group:
+        key = ""
+
         def __init__(self) -> None:
             self.recorder = DeviceRecorder(number=7)
 

@@ -35,6 +35,7 @@ class Beat:
         given_up: recorder's key to the number of the last call, where it has given the group up.
         through: recorder's key to the number of the call up to which all have returned here without an error; only of
             those in host memory that it has given up or leaves by its end.
+        refuses: group's key to the verdict, as it is told, for which it makes no further call of the group.
         left: it ends in good order, or with an exception; nothing comes after this.
         concluded: it has found that a call cannot complete; if it is gone, that is why.
     """
@@ -45,6 +46,7 @@ class Beat:
     calls: dict[str, tuple[int, str]] = field(default_factory=dict)
     given_up: dict[str, int] = field(default_factory=dict)
     through: dict[str, int] = field(default_factory=dict)
+    refuses: dict[str, str] = field(default_factory=dict)
     left: bool = False
     concluded: bool = False
 
@@ -60,6 +62,7 @@ class Board:
         self.read_s = 0.0  # what was asked for by then has been read
         self.verdicts: dict[str, Verdict] = {}
         self.alarm: Verdict | None = None  # the first that any rank has told, of whatever recorder
+        self.has_told = False
         self._store = store
         self._wanted = threading.Condition()
         self._own = Beat()
@@ -69,7 +72,6 @@ class Board:
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
-        self._to_refuse: list[tuple[str, str]] = []
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -85,11 +87,6 @@ class Board:
     def is_up(self) -> bool:
         """False once the store is gone with the process that held it."""
         return self._thread is not None and self._thread.is_alive()
-
-    @property
-    def has_concluded(self) -> bool:
-        """Whether this rank has told anything."""
-        return self._own.concluded
 
     def say(
         self,
@@ -116,13 +113,19 @@ class Board:
         """Tell the peers that the recorder of ``key`` cannot go on."""
         with self._wanted:
             self._to_tell.append((key, to_tell(verdict)))
-            self._own.concluded = True
+            self.has_told = True
+            # Who has left a call by itself does not end for what it found of others.
+            self._own.concluded |= all(missing.rank != self.rank for missing in verdict.missing)
             self._wanted.notify()
 
-    def refuse(self, key: str, verdict: Verdict) -> None:
-        """Tell the peers that this rank makes no further call of the recorder of ``key``, unless more is told of it."""
+    def refuse(self, groups: Iterable[str], verdict: Verdict, entered: dict[str, int]) -> None:
+        """Tell the peers that this rank makes no further call of ``groups``; ``entered``: see :class:`Beat`."""
+        text = to_tell(verdict)
         with self._wanted:
-            self._to_refuse.append((key, to_tell(verdict)))
+            for group in groups:
+                self._own.refuses.setdefault(group, text)
+            self._own.entered = {**self._own.entered, **entered}
+            self._is_urgent = True
             self._wanted.notify()
 
     def part(self, given_up: dict[str, int], through: dict[str, int], limit_s: float) -> None:
@@ -145,20 +148,17 @@ class Board:
     def _run(self) -> None:
         said_s = 0.0
         try:
-            while not self._own.left or self._is_fresh or self._to_tell or self._to_refuse:
+            while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
-                    if not (self._to_tell or self._to_refuse or self._peers or self._own.left or self._is_urgent):
+                    if not (self._to_tell or self._peers or self._own.left or self._is_urgent):
                         self._wanted.wait(BEAT_S)
                     told, self._to_tell = self._to_tell, []
-                    refused, self._to_refuse = self._to_refuse, []
                     peers, self._peers = self._peers, ()
                     keys = self._keys
                     asked_s = time.monotonic()
                 for key, text in told:
                     self._store().set(f"{_PREFIX}/verdict/{key}", text)
                     self._store().set(f"{_PREFIX}/alarm", text)
-                for key, text in refused:
-                    self._store().compare_set(f"{_PREFIX}/verdict/{key}", "", text)
                 said_s = self._beat(0.0 if told else said_s)
                 self._read(peers, keys, asked_s)
                 if self.alarm is None and (text := self._get("alarm")):
@@ -191,7 +191,7 @@ class Board:
     def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:
         beats = {rank: Beat(**json.loads(text)) for rank in peers if (text := self._get(f"beat/{rank}"))}
         # After the beats: who says there that it has found something has told it here before.
-        told = {key: text for key in keys if not self._is_known(key) and (text := self._get(f"verdict/{key}"))}
+        told = {key: text for key in keys if key not in self.verdicts and (text := self._get(f"verdict/{key}"))}
         # What is told is known here before it is known that who told it has gone.
         for key, text in told.items():
             self._learn(key, text)
@@ -200,11 +200,6 @@ class Board:
             if known is None or known.count != beat.count:
                 self.beats[rank], self.heard_s[rank] = beat, time.monotonic()
         self.read_s = asked_s
-
-    def _is_known(self, key: str) -> bool:
-        """Whether nothing more can be told of a recorder; behind a refusal the verdict on its own call may come."""
-        known = self.verdicts.get(key)
-        return known is not None and known.refused_after is None
 
     def _get(self, key: str) -> str:
         store, name = self._store(), f"{_PREFIX}/{key}"

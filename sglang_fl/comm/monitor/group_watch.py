@@ -37,6 +37,12 @@ class GroupWatch:
     _has_ended: bool = False
     _recorders: weakref.ref[Callable[[], tuple[Recorder, ...]]] | None = None
 
+    @property
+    def key(self) -> str:
+        """See :class:`sglang_fl.comm.monitor.monitor.Group`."""
+        creation = self.creation
+        return "" if creation is None else f"{self.name} {list(creation.ranks)} {creation.number}"
+
     def __call__(self, recorder: Recorder) -> None:
         """Watch ``recorder`` from now on; once the group is created, as long as the group tells of it."""
         if self._has_ended:

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -26,7 +26,7 @@ from sglang_fl.comm.monitor.awake import Awake
 from sglang_fl.comm.monitor.board import Board, store_of
 from sglang_fl.comm.monitor.ending import end_process
 from sglang_fl.comm.monitor.suspects import Suspect, suspects
-from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict
+from sglang_fl.comm.monitor.verdict import Absence, Missing, Stuck, Verdict, as_told
 from sglang_fl.comm.monitor.watched import TICK_S, Pending, Watched
 from sglang_fl.comm.processes import this_process
 from sglang_fl.comm.recorder import RecordedCall, Recorder
@@ -58,7 +58,15 @@ class _Reason:
 
 
 class Group(Protocol):
-    """What is watched of a group."""
+    """What is watched of a group.
+
+    Attributes:
+        key: names it alike on all its ranks; empty where its calls are refused without a word to them.
+    """
+
+    @property
+    def key(self) -> str:
+        """See the class."""
 
     def recorders(self) -> tuple[Recorder, ...]:
         """Those that it has now."""
@@ -197,8 +205,7 @@ class Monitor:
             self._name_on_device(on_device, watched)
         for entry in watched:
             told = self._told(entry)
-            # This rank makes no call of it, and shall make none.
-            if entry.verdict is None and told is not None and told.refused_after is None:
+            if entry.verdict is None and told is not None:  # this rank makes no call of it, and shall make none
                 with self._trouble_of(entry, limit_s=_TROUBLE_S):
                     self._conclude(entry, Verdict(self._rank, told.stuck, told.missing, told.rank, entry.is_idle()))
         self._answer_alarm()
@@ -272,10 +279,31 @@ class Monitor:
         told = None if self._board is None else self._board.verdicts.get(watched.key)
         return None if told is None or told.rank == self._rank else told
 
+    def _refused(self, watched: Watched, pending: Pending) -> Verdict | None:
+        """Why a peer will not make the pending call: another one of the group has failed there before."""
+        recorder = watched.recorder
+        beats = {} if self._board is None else self._board.beats
+        for rank in recorder.ranks:
+            beat = beats.get(rank)
+            if rank == self._rank or beat is None or not beat.refuses:
+                continue
+            if pending.last <= max(beat.entered.get(watched.key, 0), beat.given_up.get(watched.key, 0)):
+                continue
+            for group in self._groups_of(recorder):
+                if group in beat.refuses:
+                    return as_told(beat.refuses[group])
+        return None
+
+    def _groups_of(self, recorder: Recorder) -> list[str]:
+        """Their keys, of those that have one."""
+        with self._changing:
+            groups = list(self._groups)
+        return [group.key for group in groups if group.key and recorder in (self._recorders_of(group) or ())]
+
     def _answer_alarm(self) -> None:
         """A rank has found a call that cannot complete: what this one did instead is half of the story."""
         board = self._board
-        if board is None or board.alarm is None or self._has_answered or board.has_concluded:
+        if board is None or board.alarm is None or self._has_answered or board.has_told:
             return
         self._has_answered = True
         if board.alarm.rank != self._rank:
@@ -364,8 +392,10 @@ class Monitor:
         call = (watched.key, pending.last)
         lost = self._peers.lost(ranks, now_s, has_failed, not watched.is_host, call)
         told = self._told(watched)
-        if told is not None and told.concerns(pending.last):
+        if told is not None:
             return _Reason(told.missing, told.rank)
+        if not lost and (refused := self._refused(watched, pending)) is not None:
+            return _Reason(refused.missing, refused.rank)
         return _Reason(lost) if lost or pending.waited_s >= watched.limit_s else None
 
     def _verdict(self, watched: Watched, pending: Pending, reason: _Reason, others: tuple[str, ...] = ()) -> Verdict:
@@ -419,19 +449,16 @@ class Monitor:
             end_process(text)
         LOG.error("[sglang_fl] %s", text)  # waits for nobody, unlike what follows
         watched.recorder.refuse(text)
-        for beside in self._beside(watched.recorder):
-            if beside.refusal is None:
-                beside.refuse(text)
-                self._tell_refusal(beside, verdict, text)
+        beside = self._beside(watched.recorder)
+        for other in beside:
+            if other.refusal is None:
+                other.refuse(text)
+        if self._board is not None:
+            entered = {self.made_in(other, 0): other.entered() for other in (watched.recorder, *beside)}
+            refusal = verdict.refusal(str(this_process()))
+            self._board.refuse(self._groups_of(watched.recorder), refusal, entered)
         self.has_concluded = True
         watched.recorder.abort(ABORT_LIMIT_S)
-
-    def _tell_refusal(self, recorder: Recorder, verdict: Verdict, text: str) -> None:
-        """The peers shall not wait for this rank in calls that it will not make any more."""
-        if self._board is not None:
-            own = Missing(self._rank, Absence.REFUSES, str(this_process()), text)
-            told = replace(verdict, missing=(own,), refused_after=recorder.entered())
-            self._board.refuse(self.made_in(recorder, 0), told)
 
     def _write_dump(self, reason: str) -> Path | None:
         """None where there is no dump within the limit; then the log says why, and a verdict falls all the same."""
@@ -542,7 +569,7 @@ class Monitor:
         if self._board is not None:
             self._board.leave({**self._through, **_through(self.watched())}, LEAVE_LIMIT_S)
         LOG.drain(LOG_LIMIT_S)
-        if FAILED or (self._board is not None and self._board.has_concluded):
+        if FAILED or (self._board is not None and self._board.has_told):
             self._linger()
 
     def _linger(self) -> None:

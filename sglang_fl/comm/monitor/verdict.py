@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class Absence(str, Enum):
 
 
 _LOST = frozenset({Absence.KILLED, Absence.ENDED, Absence.FOLLOWED, Absence.GONE, Absence.SILENT, Absence.INTERRUPTED})
+_AT_FAULT = _LOST | {Absence.STOPPED, Absence.AFTER, Absence.REFUSES}
 _ASTRAY = frozenset({Absence.ELSEWHERE, Absence.OTHERWISE, Absence.GAVE_UP, Absence.LEFT})
 
 
@@ -85,8 +86,6 @@ class Verdict:
             known. Empty where all are in it and it does not move all the same.
         told_by: the global rank that told this one of it; None where this rank found it itself.
         is_idle: the rank itself has no call of the recorder under way; ``stuck`` is that of ``told_by``.
-        refused_after: where it is on another recorder of a group with a call that cannot complete: number of the last
-            call that ``rank`` has entered and may be done with; None where a call of the recorder itself cannot.
         pid: the process that found it.
     """
 
@@ -95,12 +94,13 @@ class Verdict:
     missing: tuple[Missing, ...] = ()
     told_by: int | None = None
     is_idle: bool = False
-    refused_after: int | None = None
     pid: int = field(default_factory=os.getpid)
 
-    def concerns(self, number: int) -> bool:
-        """Whether the recorder's call of that number cannot complete for it."""
-        return self.refused_after is None or number > self.refused_after
+    def refusal(self, process: str) -> Verdict:
+        """What the peers are told of the group's other calls: who is at fault, or else that ``rank`` makes none."""
+        at_fault = tuple(missing for missing in self.missing if missing.absence in _AT_FAULT)
+        own = Missing(self.rank, Absence.REFUSES, process, self.text())
+        return replace(self, missing=at_fault or (own,), told_by=None)
 
     @property
     def kind(self) -> type[CommError]:
