@@ -54,6 +54,9 @@ class TorchTransport(Transport):
         torch_ranks = dist.get_process_group_ranks(context.device_group)
         is_sorted = list(context.ranks) == torch_ranks
         self._torch_places = None if is_sorted else torch.tensor([torch_ranks.index(r) for r in context.ranks])
+        self._place = context.rank
+        on_gloo = self._is_host and "cpu:gloo" in dist.get_backend_config(context.device_group).split(",")
+        self._reduce_scatter = self._sum_and_take if on_gloo else self._reduce_scatter_tensor
 
     def _enqueue(self, call: Callable[..., object], *arguments: object) -> None:
         call(*arguments, group=self._group)
@@ -74,10 +77,19 @@ class TorchTransport(Transport):
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """See :meth:`Transport.reduce_scatter`."""
+        self._reduce_scatter(output, tensor)
+
+    def _reduce_scatter_tensor(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         if self._torch_places is not None:
             parts = tensor.view(len(self._ranks), -1)
             tensor = torch.empty_like(parts).index_copy_(0, self._torch_places.to(parts.device), parts).view(-1)
         self._run(dist.reduce_scatter_tensor, output, tensor)
+
+    def _sum_and_take(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        # As torch does in its reduce_scatter_tensor over gloo; but the wait for its work heeds no limit (torch 2.11).
+        total = tensor.clone()
+        self._run(dist.all_reduce, total)
+        output.copy_(total.view(len(self._ranks), -1)[self._place])
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
