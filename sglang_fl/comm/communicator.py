@@ -22,7 +22,8 @@ from sglang_fl.comm.dump_signal import watch_signal
 from sglang_fl.comm.dumps import include, write_dump
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.gathers import Gathers
-from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, creation, watch_group
+from sglang_fl.comm.members import check_groups, checked_name, checked_ranks, creation_of
+from sglang_fl.comm.monitor import MONITOR, GroupWatch, begin, watch_group
 from sglang_fl.comm.policy import communicator_policy
 from sglang_fl.comm.recorder import Recorder
 from sglang_fl.comm.reductions import Reductions
@@ -68,8 +69,8 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
             cpu_group: gloo group of ``ranks``.
             device_group: torch.distributed group of the same ranks for tensors on ``device``.
             device: where this rank's tensors live.
-            ranks: global ranks in group order.
-            name: equal on all ranks; appears in errors and reports.
+            ranks: global ranks in group order, each once.
+            name: a text that is not empty, equal on all ranks; appears in errors and reports.
             settings: read from the environment if left out.
             timeout_s: limit for the creation, seconds; ``comm.create_timeout_s`` if left out.
             operation_timeout_s: limit for each call afterwards, seconds; ``comm.timeout_s`` if left out. A call that
@@ -80,18 +81,23 @@ class CommunicatorFL(Reductions, Gathers, Transfers):
                 threads that use one group each would get each other's values. SGLang's groups share.
 
         Raises:
-            AgreementError: a rank is missing, the ranks' settings differ, or no backend works on all of them.
+            AgreementError: a rank is missing or has left with an error, the ranks' settings differ, or no backend works
+                on all of them.
+            CommError: the name is no text or empty; ``ranks`` has one that does not exist, one twice or not this one;
+                a process group is none.
             ValueError: a limit is no number of seconds from a millisecond to a year.
         """
-        settings = settings or load_settings(platform=detect_platform())
-        described = group_context(
-            cpu_group, device_group, device, ranks, name, settings, timeout_s, operation_timeout_s
-        )
-        if described.records and described.world_size > 1:
-            dump_on_signal()  # a creation that hangs can be looked into as well
-        context = begin(replace(described, shares_communicator=shares_communicator))
-        backends, policy = discover_backends().backends, communicator_policy(settings)
-        with creation(context):
+        made = creation_of(name, ranks, cpu_group)
+        with made.telling():
+            settings = settings or load_settings(platform=detect_platform())
+            described = group_context(
+                cpu_group, device_group, device, made.ranks, name, settings, timeout_s, operation_timeout_s
+            )
+            check_groups(name, cpu_group=cpu_group, device_group=device_group)
+            if described.records and described.world_size > 1:
+                dump_on_signal()  # a creation that hangs can be looked into as well
+            context = begin(replace(described, shares_communicator=shares_communicator, creation=made))
+            backends, policy = discover_backends().backends, communicator_policy(settings)
             agreed = agree(context, backends, policy, also_equal=settings_to_agree_on(settings.comm))
             routes: tuple[str, ...] = ()
             if settings.comm.mode is CommMode.FASTEST:
@@ -291,17 +297,15 @@ def group_context(
     """One rank's view of a group; ``ranks`` are global ranks in group order. Limits left out are the settings'.
 
     Raises:
-        CommError: this rank is not among them.
+        CommError: this rank is not among them, one of them does not exist or is there twice, or the name is none.
         ValueError: a limit is no number of seconds from a millisecond to a year.
     """
     MONITOR.dump_folder = settings.comm.dump_dir
-    rank = torch.distributed.get_rank()
-    if rank not in ranks:
-        raise CommError(f"group {name}: global rank {rank} is not among its ranks {list(ranks)}")
+    members = checked_ranks(checked_name(name), ranks)
     return GroupContext(
         name=name,
-        ranks=tuple(ranks),
-        rank=list(ranks).index(rank),
+        ranks=members,
+        rank=members.index(torch.distributed.get_rank()),
         device=torch.device(device),
         device_group=device_group,
         cpu_group=cpu_group,

@@ -18,6 +18,8 @@ import pickle
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,15 +70,32 @@ class Creation:
         if not self._number:
             self._number = _count((self.group, self.ranks))
 
-    def join(self, store: Any) -> None:
-        """Take the number under which the others are, where this rank was not there when they gave up; idempotent."""
+    def join(self, store: Any, is_leaving: bool = False) -> None:
+        """Take the number under which the others are, where this rank was not there when they gave up; idempotent.
+
+        One that ``is_leaving`` before it has met anybody takes no number after one at whose end it was not missed: the
+        others had errors of their own there, as where all are given the same wrong value, and it is in their next one
+        once it tries again.
+        """
         if self._is_joined:
             return
         while store.check([self._key("over")]) and store.check([self._key("begun", self._number + 1)]):
+            if is_leaving and _own_rank() not in self._over(store)[2]:
+                break
             self._number = _count((self.group, self.ranks))
         store.set(self._key("begun"), "begun")
         store.set(self._key(_by("begun", _own_rank())), "begun")
         self._is_joined = True
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around all that a rank does for it, from the first moment: an error is told to the others, see `give_up`."""
+        try:
+            yield
+        except BaseException as error:
+            if len(self.ranks) > 1:
+                self.give_up(error)
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Tell the ranks that may still be in the creation that this one has left it with ``error``.
@@ -92,7 +111,7 @@ class Creation:
         self._is_left = True
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         own = _own_rank()
-        word = json.dumps([own, reason])
+        word = json.dumps([own, reason, self.missing])
         self.begin()
         FAILED.append(f"creation of {self.group}")
 
@@ -100,7 +119,7 @@ class Creation:
 
         def tell(store: Any) -> None:
             try:
-                self.join(store)
+                self.join(store, is_leaving=True)
                 store.compare_set(self._key("over"), "", word)
                 store.set(self._key(_by("left", own)), "left")
                 told.set()
@@ -140,8 +159,13 @@ class Creation:
         """Which rank has told that it gave up, and why; None if none has."""
         if not store.check([self._key("over")]):
             return None
-        rank, reason = json.loads(store.get(self._key("over")))
+        rank, reason, _ = self._over(store)
         return rank, reason
+
+    def _over(self, store: Any) -> tuple[int, str, list[int]]:
+        """Which rank was the first to give up, why, and for want of which ones."""
+        rank, reason, missing = json.loads(store.get(self._key("over")))
+        return rank, reason, missing
 
     def place(self) -> str:
         """What the keys of its exchanges begin with."""

@@ -18,6 +18,7 @@ from sglang_fl.comm.communicator import OPERATION_TIMEOUT_S, CommunicatorFL, gro
 from sglang_fl.comm.core import host_transport
 from sglang_fl.comm.discovery import discover_backends
 from sglang_fl.comm.errors import AgreementError
+from sglang_fl.comm.exchange import Creation
 from sglang_fl.comm.ledger import Ledger
 from sglang_fl.comm.limits import checked_limit
 from sglang_fl.comm.memory import in_words
@@ -166,22 +167,24 @@ class Groups:
         if recovered_rank:
             record.choice = "SGLang's own (a recovered rank's peers do not agree anew)"
             return
-        self.require_live()
-        context = group_context(
-            coordinator.cpu_group,
-            coordinator.device_group,
-            coordinator.device,
-            ranks,
-            coordinator.unique_name,
-            self.settings,
-            self._limit_s(),
-            self._operation_limit_s(),
-        )
-        # PD multiplexing duplicates the TP group in order to use both at the same time.
-        context = begin(replace(context, shares_communicator="pdmux" not in coordinator.unique_name))
-        policy = communicator_policy(self.settings)
-        also_equal = settings_to_agree_on(self.settings.comm)
-        with creation(context):
+        made = Creation(coordinator.unique_name, ranks)
+        with made.telling():
+            self.require_live()
+            context = group_context(
+                coordinator.cpu_group,
+                coordinator.device_group,
+                coordinator.device,
+                ranks,
+                coordinator.unique_name,
+                self.settings,
+                self._limit_s(),
+                self._operation_limit_s(),
+            )
+            # PD multiplexing duplicates the TP group in order to use both at the same time.
+            shares = "pdmux" not in coordinator.unique_name
+            context = begin(replace(context, shares_communicator=shares, creation=made))
+            policy = communicator_policy(self.settings)
+            also_equal = settings_to_agree_on(self.settings.comm)
             agreed = agree(context, discover_backends().backends, policy, self.native_kinds, also_equal)
             record.reasons = tuple(f"not {entry.impl_id}: {entry.reason}" for entry in agreed.passed_over)
             self._hang(coordinator, context, agreed, record)

@@ -30,8 +30,9 @@ ALLOWED = "allowed is a number of seconds from 0.001, such as 90 or 0.5, at most
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """The defaults, in a process that is rank 0."""
+    """The defaults, in a process that is the only rank."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     return load_settings()
 
 
