@@ -11,7 +11,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -125,6 +126,7 @@ class _Peer:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._problem: CommError | None = None
         self.pair: Future[_Pair] = Future()
+        first.on_interrupt(self._give_up)
         self._thread = start_thread(self._run, f"sglang_fl-peer-{peer}")
 
     def send(self, tensor: torch.Tensor, dtype: int, place: Place, is_captured: bool) -> Work:
@@ -152,12 +154,20 @@ class _Peer:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _give_up(self, error: CommError) -> None:
+        """Who waits for the pair gets ``error``; the thread goes on by itself, up to its limit."""
+        self._problem = error
+        with suppress(InvalidStateError):
+            self.pair.set_exception(error)
+
     def _run(self) -> None:
         try:
-            self.pair.set_result(self._channels.make_pair(self._peer, self._first))
+            pair = self._channels.make_pair(self._peer, self._first)
         except Exception as error:  # noqa: BLE001 - whatever it is: who waits for this thread must hear of it
-            self._problem = _as_comm_error(error)
-            self.pair.set_exception(self._problem)
+            self._give_up(_as_comm_error(error))
+        else:
+            with suppress(InvalidStateError):  # it was given up
+                self.pair.set_result(pair)
         while (job := self._jobs.get()) is not None:
             self._carry(job)
             del job

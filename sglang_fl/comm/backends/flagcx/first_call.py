@@ -5,6 +5,8 @@ Their communicators record their own calls, but do not exist before both ranks a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_fl.comm.errors import CommError
@@ -28,15 +30,26 @@ class FirstCall:
         self.limit_s = min(context.timeout_s, context.operation_timeout_s)
         self.recorder: CallRing | None = None
         self._shape = tensor.shape
+        self._give_up: Callable[[CommError], None] | None = None
         if not context.records:
             return
         ranks = (context.ranks[context.rank], context.ranks[peer])
         source, destination = ranks if operation is Operation.SEND else reversed(ranks)
         # A host waits in it, wherever the tensors are.
         name = f"{context.name} {backend} {source}>{destination} first transfer"
-        self.recorder = CallRing(name, (source, destination), torch.device("cpu"))
+        self.recorder = CallRing(name, (source, destination), torch.device("cpu"), interrupt=self._interrupt)
         self.recorder.limit_s = self.limit_s
         self._row = self.recorder.enter(operation.value, tensor.dtype, tensor.numel(), peer, place=place)
+
+    def on_interrupt(self, give_up: Callable[[CommError], None]) -> None:
+        """``give_up``, called from another thread once it is known that the peer will not come, ends the waiting."""
+        self._give_up = give_up
+
+    def _interrupt(self) -> bool:
+        if self._give_up is None:
+            return False
+        self._give_up(self.failed(CommError("the wait for the first transfer was interrupted")))
+        return True
 
     def met(self) -> None:
         """The peer is there."""
