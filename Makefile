@@ -62,7 +62,7 @@ typecheck: setup
 	$(call say,mypy)
 	$(BIN)/mypy
 
-# They load SGLang a hundred times and start fifty servers: targets of their own, so that make test ends in half an hour.
+# They load SGLang a hundred times and start fifty servers: targets of their own, since make test takes half an hour without them.
 TOOLS := tests/e2e/test_demo_without.py tests/e2e/test_doctor.py tests/e2e/test_bisect.py tests/multinode/test_doctor.py
 SERVING := $(wildcard tests/e2e/test_benchmark_*.py)
 DOCUMENTS := tests/distributed/test_document_blocks.py tests/e2e/test_document_blocks.py

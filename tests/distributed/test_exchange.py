@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from sglang_fl.comm.errors import AgreementError
@@ -167,31 +170,32 @@ def test_who_waits_hears_that_another_left_the_creation() -> None:
     assert now == now_too == [["new 0", "new 1"], 2]
 
 
-class Slow:
-    """A store that takes its time to give what an exchange ended with."""
+def read_slowly(text: str, slow_rank: int) -> str:
+    """``text``, to which one rank takes its time."""
+    if dist.get_rank() == slow_rank:
+        time.sleep(0.3)
+    return text
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
 
-    def __getattr__(self, name: str) -> Any:
-        """The store's method."""
-        if name == "compare_set":
-            time.sleep(0.3)
-        return getattr(self.store, name)
+@dataclass(frozen=True)
+class Lengthy:
+    """What one rank reads as ``text`` only after a while."""
+
+    text: str
+    slow_rank: int
+
+    def __reduce__(self) -> tuple[Callable[[str, int], str], tuple[str, int]]:
+        """How it is read."""
+        return read_slowly, (self.text, self.slow_rank)
 
 
 def leaves_after_values(context: RankContext) -> bool:
     """All come to the exchange. Rank 0 leaves the creation for what it reads there, as rank 1 will, which is slow."""
     store = context.store("values")
     creation, exchange = creation_of(context, ENDLESS_S)
+    assert exchange.run(Lengthy(f"value {context.rank}", slow_rank=1)) == ["value 0", "value 1"]
     if context.rank == 1:
-        slow = Slow(distributed_c10d._get_default_store())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(distributed_c10d, "_get_default_store", lambda: slow)
-            assert exchange.run("value 1") == ["value 0", "value 1"]
         store.set("has read", "1")
-    else:
-        assert exchange.run("value 0") == ["value 0", "value 1"]
     creation.give_up(AgreementError("the values differ"))
     has_read: bool = store.check(["has read"])
     return has_read

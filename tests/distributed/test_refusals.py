@@ -16,7 +16,7 @@ import torch
 
 from sglang_fl.comm.communicator import CommunicatorFL
 from sglang_fl.comm.errors import CommError
-from sglang_fl.testing.ranks import RankContext, run_ranks
+from sglang_fl.testing.ranks import RankContext, RanksFailed, run_ranks
 from tests.distributed.groups import communicator_of_all
 
 LIMIT_S = 2.0
@@ -201,12 +201,7 @@ def _leaves(context: RankContext) -> str:
 
         signal.signal(signal.SIGALRM, raises)
         signal.setitimer(signal.ITIMER_REAL, 0.7)
-        with pytest.raises(ValueError, match="planted"):
-            groups["g1"].all_reduce(torch.ones(2))
-        from sglang_fl.comm.monitor import MONITOR
-
-        MONITOR._leave()
-        os.kill(os.getpid(), signal.SIGKILL)
+        groups["g1"].all_reduce(torch.ones(2))
     if context.rank == 2:
         error = _failure(lambda: groups["g0"].all_reduce(torch.ones(2)))
         store.set("2", "")
@@ -218,5 +213,8 @@ def _leaves(context: RankContext) -> str:
 def test_who_left_a_call_by_itself_did_not_follow_anybody(tmp_path: Path) -> None:
     """Given a rank that ended for an error of its own, then it is not said to have ended for what it found out."""
     torch_only = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
-    error = run_ranks(_leaves, 3, env=_env(torch_only, tmp_path), expect_killed=[1])[2]
+    with pytest.raises(RanksFailed, match="ValueError: planted") as raised:
+        run_ranks(_leaves, 3, env=_env(torch_only, tmp_path))
+    assert [failure.rank for failure in raised.value.failures] == [1]
+    error = raised.value.results[2]
     assert re.match(r"PeerLost: .*global rank 1 \(process \d+ on \S+\) ended by itself; its log may hold", error), error

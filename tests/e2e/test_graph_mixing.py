@@ -1,4 +1,4 @@
-"""NCCL's variables are in the environment of SGLang's schedulers before their first group."""
+"""NCCL's variable is in the environment of SGLang's schedulers before their first group, and the user's value stays."""
 
 from __future__ import annotations
 
@@ -45,12 +45,18 @@ def note(*_, **__):
     text = json.dumps({name: None if value is None else value.decode() for name, value in found.items()})
     Path(os.environ["NOTES_FOLDER"], str(os.getpid())).write_text(text)
 '''
-EXPECTED = {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_NET_DISABLE_INTRA": "1"}
+CASES = [
+    (None, {"NCCL_GRAPH_MIXING_SUPPORT": "0", "NCCL_NET_DISABLE_INTRA": "1"}, "set: comm.graph_mixing is auto"),
+    ("1", {"NCCL_GRAPH_MIXING_SUPPORT": "1", "NCCL_NET_DISABLE_INTRA": None}, "left alone: it is '1' in the"),
+]
 
 
-def test_schedulers_have_it_before_their_first_group(models: Mapping[Family, Path], tmp_path: Path) -> None:
-    """Given two ranks on one host, when SGLang serves, then each had NCCL's variables before its first group, and said
-    so."""
+@pytest.mark.parametrize(("own", "expected", "words"), CASES, ids=["default", "own value"])
+def test_schedulers_have_it_before_their_first_group(
+    own: str | None, expected: dict[str, str | None], words: str, models: Mapping[Family, Path], tmp_path: Path
+) -> None:
+    """Given two ranks on one host, when SGLang serves, then each had NCCL's variables before its first group, as they
+    were decided or as the user had them, and said so."""
     packages = write_distribution(tmp_path / "packages", "notes", NOTES, "sglang.srt.plugins", "load")
     folder = tmp_path / "noted"
     folder.mkdir()
@@ -60,10 +66,10 @@ def test_schedulers_have_it_before_their_first_group(models: Mapping[Family, Pat
         "FLAGCX_PATH": str(ROOT / "build/hostcx"),
         "NCCL_CONF_FILE": str(tmp_path / "none"),
         "NCCL_NET_DISABLE_INTRA": None,
-        "NCCL_GRAPH_MIXING_SUPPORT": None,
+        "NCCL_GRAPH_MIXING_SUPPORT": own,
     }
     with TP.server(models, tmp_path, variables) as server:
         assert server.generate(DEFAULT_PROMPTS[0], 4)
         lines = [line for line in server.log().splitlines() if "layer 3, communication: NCCL_GRAPH_MIXING" in line]
-    assert [json.loads(path.read_text()) for path in folder.iterdir()] == [EXPECTED] * 2
-    assert len(lines) == 2 and all("set: comm.graph_mixing is auto" in line for line in lines), lines
+    assert [json.loads(path.read_text()) for path in folder.iterdir()] == [expected] * 2
+    assert len(lines) == 2 and all(words in line for line in lines), lines

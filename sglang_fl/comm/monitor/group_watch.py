@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -116,11 +116,8 @@ def creation(context: GroupContext) -> Iterator[GroupContext]:
     """Around a creation, or a part of one that has begun: an error that leaves it on one rank is told to the others."""
     begun = begin(context)
     try:
-        yield begun
-    except BaseException as error:
-        if begun.creation is not None and begun.world_size > 1:
-            begun.creation.give_up(error)
-        raise
+        with nullcontext() if begun.creation is None else begun.creation.telling():
+            yield begun
     finally:
         if begun is not context and isinstance(begun.watch, GroupWatch):
             begun.watch.ended()

@@ -54,7 +54,7 @@ class TorchTransport(Transport):
         torch_ranks = dist.get_process_group_ranks(context.device_group)
         is_sorted = list(context.ranks) == torch_ranks
         self._torch_places = None if is_sorted else torch.tensor([torch_ranks.index(r) for r in context.ranks])
-        self._place = context.rank
+        self._own = context.rank
         on_gloo = self._is_host and "cpu:gloo" in dist.get_backend_config(context.device_group).split(",")
         self._reduce_scatter = self._sum_and_take if on_gloo else self._reduce_scatter_tensor
 
@@ -89,7 +89,7 @@ class TorchTransport(Transport):
         # As torch does in its reduce_scatter_tensor over gloo; but the wait for its work heeds no limit (torch 2.11).
         total = tensor.clone()
         self._run(dist.all_reduce, total)
-        output.copy_(total.view(len(self._ranks), -1)[self._place])
+        output.copy_(total.view(len(self._ranks), -1)[self._own])
 
     def reduce(self, tensor: torch.Tensor, dst: int) -> None:
         """See :meth:`Transport.reduce`."""
