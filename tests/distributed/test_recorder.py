@@ -186,7 +186,7 @@ def _watched(context: RankContext) -> int:
 
     thread = threading.Thread(target=look)
     thread.start()
-    for _ in range(1000):
+    for _ in range(3000):
         communicator.all_reduce(torch.ones((recorder.entered() + 1) % 5 + 1))
     done.set()
     thread.join(LIMIT_S)
