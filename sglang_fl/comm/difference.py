@@ -144,7 +144,7 @@ def _missing(views: _Views, number: int, first: int, absent: list[int]) -> Diffe
     calls = views.at(number)
     present = {rank: call for rank, call in calls.items() if call is not None}
     entered_s = min(call.time_in_s for call in present.values())
-    late = [rank for rank in absent if views.dumps[rank].time_s - entered_s < LATE_S]
+    late = [rank for rank in absent if views.records[rank].time_s - entered_s < LATE_S]
     lost = [rank for rank in absent if rank not in late]
     if not lost:
         views.notes.append(
@@ -231,9 +231,9 @@ def _too_old(views: _Views, number: int) -> list[int]:
     calls = {rank: call for rank, call in views.at(number).items() if call is not None}
     entered_s = min(call.time_in_s for call in calls.values())
     # One that had only just begun as the dump was written is none to be stuck in.
-    if not any(call.error or views.dumps[rank].time_s - call.time_in_s >= LATE_S for rank, call in calls.items()):
+    if not any(call.error or views.records[rank].time_s - call.time_in_s >= LATE_S for rank, call in calls.items()):
         return []
-    return [rank for rank in views.records if rank not in calls and entered_s - views.dumps[rank].time_s > LATE_S]
+    return [rank for rank in views.records if rank not in calls and entered_s - views.records[rank].time_s > LATE_S]
 
 
 # --- ranks that made different calls ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Record:
         calls: by number, what was kept.
         under_way: number of the oldest call that had not returned; None if all had.
         done: number of the last call whose device event was seen done; None where that is not known.
+        time_s: when it was written, seconds since 1970.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Record:
     calls: Mapping[int, RecordedCall]
     under_way: int | None
     done: int | None
+    time_s: float
 
     @property
     def first(self) -> int:
@@ -108,7 +110,7 @@ def _finite(text: str) -> float:
 
 
 def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
-    records = [_record(row) for row in document["recorders"]]
+    records = [_record(row, document["time_s"]) for row in document["recorders"]]
     return Dump(
         path,
         document["host"],
@@ -121,7 +123,7 @@ def _dump(path: Path, document: Mapping[str, Any]) -> Dump:
     )
 
 
-def _record(row: Mapping[str, Any]) -> Record:
+def _record(row: Mapping[str, Any], time_s: float) -> Record:
     calls = [from_row(call) for call in row["calls"]]
     under_way = row["under_way"]
     return Record(
@@ -132,6 +134,7 @@ def _record(row: Mapping[str, Any]) -> Record:
         {call.number: call for call in calls},
         None if under_way is None else under_way["number"],
         row["done"],
+        time_s,
     )
 
 
@@ -147,8 +150,8 @@ def choose_dumps(paths: Sequence[Path]) -> Chosen:
     """Read files, and of folders all their dumps; of one run the latest dump of each rank.
 
     A folder may hold dumps of other runs and of other servers: the run with the latest dump counts, and of it what was
-    written within ``TOGETHER_S`` before that. A dump with no record at all, of a process that had given its groups up,
-    takes the place of none that has some.
+    written within ``TOGETHER_S`` before that. A group that a process had given up by its latest dump, and that another
+    rank's still has, is taken from an earlier dump of that process.
 
     Raises:
         UnreadableDumpError: a file is no dump, a path does not exist, or there is no dump at all.
@@ -156,17 +159,30 @@ def choose_dumps(paths: Sequence[Path]) -> Chosen:
     dumps = [read_dump(file) for path in paths for file in _files(path)]
     newest = max(dumps, key=lambda dump: (bool(dump.records), dump.time_s))
     chosen: dict[int, Dump] = {}
+    earlier: list[Dump] = []
     left_out = []
-    for dump in sorted(dumps, key=lambda dump: (not dump.records, -dump.time_s)):
-        reason = _why_not(dump, newest, chosen)
+    for dump in sorted(dumps, key=lambda dump: -dump.time_s):
+        reason = _why_not(dump, newest)
         if reason:
             left_out.append(f"{dump.path.name}: {reason}")
+        elif dump.rank in chosen:
+            earlier.append(dump)
         else:
             chosen[dump.rank] = dump
+    wanted = {key for dump in chosen.values() for key in dump.records}
+    for dump in earlier:
+        latest = chosen[dump.rank]
+        left_out.append(f"{dump.path.name}: there is a later one of rank {dump.rank}, {latest.path.name}")
+        lacking = [key for key in dump.records if key in wanted and key not in latest.records]
+        if lacking and (dump.host, dump.pid) == (latest.host, latest.pid):
+            found = {key: dump.records[key] for key in lacking}
+            chosen[dump.rank] = replace(latest, records={**latest.records, **found})
+            groups = ", ".join(sorted({group for group, _ in lacking}))
+            left_out[-1] += f"; from the earlier one is taken what that no longer has, the calls of {groups}"
     return Chosen(tuple(chosen[rank] for rank in sorted(chosen)), tuple(left_out))
 
 
-def _why_not(dump: Dump, newest: Dump, chosen: Mapping[int, Dump]) -> str:
+def _why_not(dump: Dump, newest: Dump) -> str:
     if dump.meeting != newest.meeting:
         return f"of another run: its ranks met at {dump.meeting!r}, those of the latest dump at {newest.meeting!r}"
     begins_s = newest.begins_s
@@ -174,9 +190,6 @@ def _why_not(dump: Dump, newest: Dump, chosen: Mapping[int, Dump]) -> str:
         return f"of an earlier run: it was written {begins_s - dump.time_s:.1f} s before the first call of the latest"
     if newest.time_s - dump.time_s > TOGETHER_S:
         return f"{newest.time_s - dump.time_s:.0f} s older than the latest"
-    if dump.rank in chosen:
-        which = "a later one" if chosen[dump.rank].time_s > dump.time_s else "one with records"
-        return f"there is {which} of rank {dump.rank}, {chosen[dump.rank].path.name}"
     return ""
 
 

@@ -51,6 +51,8 @@ class HasRecorders(Protocol):
 
 
 _owners: WeakSet[HasRecorders] = WeakSet()
+# A fork has made none of its parent's calls.
+os.register_at_fork(after_in_child=_owners.clear)
 
 
 def include(owner: HasRecorders) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import pickle
 import threading
 import time
@@ -47,6 +48,15 @@ _DONE = b"done"
 
 # By global rank, as they said when they first took part in an exchange.
 PROCESSES: dict[int, Process] = {}
+
+
+def _forget() -> None:
+    """A fork has met nobody yet."""
+    FAILED.clear()
+    PROCESSES.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class Creation:

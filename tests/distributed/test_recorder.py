@@ -69,7 +69,8 @@ def _rows(context: RankContext) -> dict[str, tuple[int, list[dict[str, Any]]]]:
     # A send is carried by another thread. FlagCX's directions begin with a byte that makes their connections.
     sent = _recorder_of(communicator, f" {context.rank}>{1 - context.rank}")
     _until(lambda: sent.entered() == {"torch": 2, "flagcx": 3}[communicator.backend])
-    _until(lambda: all(recorder.under_way() is None for recorder in own.recorders()))
+    # Nor does it count as under way before somebody waits for it.
+    _until(lambda: all(call.time_out_s is not None for recorder in own.recorders() for call in recorder.calls()))
     after_s = time.time()
     result = {}
     for recorder in own.recorders():

@@ -284,6 +284,40 @@ def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None
     assert reasons[paths[1].name] == f"there is a later one of rank 1, {paths[3].name}"
 
 
+def test_what_a_rank_had_given_up_by_its_latest_dump_is_taken_from_the_one_before(tmp_path: Path) -> None:
+    """Given a rank that left a dump, gave one of its groups up and left another, while the other rank is in a call of
+    that group, then what it called is compared as it was in the first, and its other group as in the second."""
+    one, two = (HandmadeRecorder(f"{name}:0 flagcx", (0, 1), recorded(FORWARD[:3])) for name in ("tp", "pp"))
+    waits = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))
+    went_on = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD, done=True))
+    dump(tmp_path, 0, waits, went_on)
+    first, second = dump(tmp_path, 1, one, two), dump(tmp_path, 1, went_on)
+    chosen = choose_dumps([tmp_path])
+    difference = single(compare(chosen.dumps))
+    assert (difference.group, difference.kind, difference.number) == ("tp:0 flagcx", Kind.MISSING, 4)
+    assert difference.who == (1,) and "rank 1's last was call 3, all_gather" in difference.words
+    assert chosen.left_out == (
+        f"{first.name}: there is a later one of rank 1, {second.name}; from the earlier one is taken what that no "
+        "longer has, the calls of tp:0 flagcx",
+    )
+
+
+@pytest.mark.parametrize("change", [{"pid": 1}, {"host": "elsewhere"}, None])
+def test_what_all_have_given_up_or_another_process_did_is_not_taken(
+    tmp_path: Path, change: dict[str, object] | None
+) -> None:
+    """Given an earlier dump of another process, or of a group that no later dump has, then nothing of it is taken."""
+    waiting = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))
+    other = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD, done=True))
+    first = dump(tmp_path, 1, waiting)
+    first.write_text(json.dumps(json.loads(first.read_text()) | (change or {})))
+    second = dump(tmp_path, 1, other)
+    dump(tmp_path, 0, *([waiting] if change else []), other)
+    chosen = choose_dumps([tmp_path])
+    assert chosen.left_out == (f"{first.name}: there is a later one of rank 1, {second.name}",)
+    assert [each.kind for each in compare(chosen.dumps).differences] == [Kind.NO_RECORD] * (change is not None)
+
+
 def test_a_run_at_the_same_port_is_told_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given dumps of two runs that met at one place, then only those with the latest one's word are compared."""
     recorder = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))

@@ -19,6 +19,7 @@ from sglang_fl.comm import dumps
 from sglang_fl.comm.dump_fields import damage
 from sglang_fl.comm.dumps import PATTERN, DumpError, check_folder, dump_calls, include, write_dump
 from sglang_fl.comm.recorder import RecordedCall, Recorder, from_row
+from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.unit.handmade_recorder import HandmadeRecorder
 
 
@@ -389,6 +390,29 @@ wait_for(2)
 def test_a_forked_child_has_a_watcher_of_its_own(tmp_path: Path) -> None:
     """Given a process that forks, then child and parent each answer their own signals alone."""
     run(FORKED, tmp_path)
+
+
+def test_a_forked_child_has_made_none_of_its_parents_calls(tmp_path: Path) -> None:
+    """Given a process with a group that forks, when the child leaves a dump, then it has no call of the group, and the
+    parent's next one has them."""
+    tmp_path.chmod(0o700)
+    owner = _Owner()
+    include(owner)
+    (names,) = run_ranks(_dumped_names, 1, tmp_path, gloo=False)
+    assert names == []
+    assert "a parent's" in _dumped_names(None, tmp_path)
+
+
+class _Owner:
+    def __init__(self) -> None:
+        self._recorder = recorder(name="a parent's")
+
+    def recorders(self) -> tuple[Recorder, ...]:
+        return (self._recorder,)
+
+
+def _dumped_names(context: RankContext | None, folder: Path) -> list[str]:
+    return [record["name"] for record in read(dump_calls(folder=folder))["recorders"]]
 
 
 def test_a_handler_that_python_does_not_know_is_kept_and_said(tmp_path: Path) -> None:

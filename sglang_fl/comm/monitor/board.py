@@ -9,6 +9,7 @@ asks for is what this thread has read last.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from sglang_fl.comm.threads import LOG, start_thread
 
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
+VERDICT_LIMIT_S = 2.0
 _PREFIX = "sglang_fl/monitor"
 
 
@@ -64,11 +66,15 @@ class Board:
         self.alarm: Verdict | None = None  # the first that any rank has told, of whatever recorder
         self.has_told = False
         self._store = store
-        self._wanted = threading.Condition()
+        lock = threading.RLock()
+        self._wanted = threading.Condition(lock)
+        self._taken = threading.Condition(lock)
         self._own = Beat()
         self._is_fresh = False
         self._is_urgent = False
-        self._said = threading.Event()
+        # What is to be said at once has numbers: of the last one, of the last verdict, and of what the store has taken.
+        self._word = self._verdict_word = self._taken_word = 0
+        self._is_stuck = False  # a wait for the store was in vain, and it has taken nothing since
         self._peers: tuple[int, ...] = ()
         self._keys: tuple[str, ...] = ()
         self._to_tell: list[tuple[str, str]] = []
@@ -116,6 +122,8 @@ class Board:
             self.has_told = True
             # Who has left a call by itself does not end for what it found of others.
             self._own.concluded |= all(missing.rank != self.rank for missing in verdict.missing)
+            self._is_urgent = True
+            self._word = self._verdict_word = self._word + 1
             self._wanted.notify()
 
     def refuse(self, groups: Iterable[str], verdict: Verdict, entered: dict[str, int]) -> None:
@@ -126,16 +134,31 @@ class Board:
                 self._own.refuses.setdefault(group, text)
             self._own.entered = {**self._own.entered, **entered}
             self._is_urgent = True
+            self._word = self._verdict_word = self._word + 1
             self._wanted.notify()
 
     def part(self, given_up: dict[str, int], through: dict[str, int], limit_s: float) -> None:
         """Say at once which recorders are given up, before the store may go; at most ``limit_s`` seconds."""
         with self._wanted:
             self._own.given_up, self._own.through = given_up, through
-            is_stuck, self._is_urgent = self._is_urgent, True  # the store did not take the last word either
-            self._said.clear()
+            self._is_urgent = True
+            self._word += 1
             self._wanted.notify()
-        self._said.wait(limit_s if self.is_up and not is_stuck else 0.0)
+        self.settle(limit_s)
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until the store has what was said so far, which goes with it otherwise: ``limit_s`` seconds at most.
+
+        For a verdict ``VERDICT_LIMIT_S`` at least. Where the last wait was in vain there is none.
+        """
+        with self._wanted:
+            word, limit_s = self._word, self._limit_s(limit_s)
+            if self.is_up and not self._is_stuck:
+                is_taken = self._taken.wait_for(lambda: self._taken_word >= word or self._done.is_set(), limit_s)
+                self._is_stuck = not is_taken
+
+    def _limit_s(self, limit_s: float) -> float:
+        return limit_s if self._verdict_word <= self._taken_word else max(limit_s, VERDICT_LIMIT_S)
 
     def leave(self, through: dict[str, int], limit_s: float) -> None:
         """Say that this process ends; at most ``limit_s`` seconds, and no matter whether anybody hears it."""
@@ -143,10 +166,11 @@ class Board:
             self._own.left, self._is_fresh = True, True
             self._own.through = through
             self._wanted.notify()
+            limit_s = limit_s if self._is_stuck else self._limit_s(limit_s)
         self._done.wait(limit_s if self.is_up else 0.0)
 
     def _run(self) -> None:
-        said_s = 0.0
+        said_s = -math.inf
         try:
             while not self._own.left or self._is_fresh or self._to_tell:
                 with self._wanted:
@@ -156,10 +180,15 @@ class Board:
                     peers, self._peers = self._peers, ()
                     keys = self._keys
                     asked_s = time.monotonic()
+                    beat = self._beat(asked_s - said_s, bool(told))
+                    word = self._word
                 for key, text in told:
                     self._store().set(f"{_PREFIX}/verdict/{key}", text)
                     self._store().set(f"{_PREFIX}/alarm", text)
-                said_s = self._beat(0.0 if told else said_s)
+                if beat:
+                    self._store().set(f"{_PREFIX}/beat/{self.rank}", beat)
+                    said_s = asked_s
+                    self._has_taken(word)
                 self._read(peers, keys, asked_s)
                 if self.alarm is None and (text := self._get("alarm")):
                     self.alarm = as_told(text)
@@ -171,22 +200,23 @@ class Board:
         ) as error:  # gone, or what is in it is no word of a monitor
             LOG.debug("[sglang_fl] the monitor's store no longer serves: %s", str(error).partition("\n")[0])
         finally:
-            self._done.set()
-            self._said.set()
+            with self._wanted:
+                self._done.set()
+                self._taken.notify_all()
 
-    def _beat(self, said_s: float) -> float:
-        now_s = time.monotonic()
+    def _beat(self, since_s: float, is_due: bool) -> str:
+        """What is to be said now, ``since_s`` seconds after the last word; empty where nothing is."""
         pause_s = BEAT_S if self._is_fresh else UNCHANGED_BEAT_S
-        if now_s - said_s < pause_s and not self._own.left and not self._is_urgent:
-            return said_s
+        if since_s < pause_s and not (is_due or self._own.left or self._is_urgent):
+            return ""
+        self._own.count += 1
+        self._is_fresh = self._is_urgent = False
+        return json.dumps(asdict(self._own))
+
+    def _has_taken(self, word: int) -> None:
         with self._wanted:
-            self._own.count += 1
-            self._is_fresh = self._is_urgent = False
-            text = json.dumps(asdict(self._own))
-        self._store().set(f"{_PREFIX}/beat/{self.rank}", text)
-        if not self._is_urgent:
-            self._said.set()
-        return now_s
+            self._taken_word, self._is_stuck = word, False
+            self._taken.notify_all()
 
     def _read(self, peers: Iterable[int], keys: Iterable[str], asked_s: float) -> None:
         beats = {rank: Beat(**json.loads(text)) for rank in peers if (text := self._get(f"beat/{rank}"))}

@@ -445,6 +445,8 @@ class Monitor:
         if not watched.is_host:
             missing = {entry.rank for entry in verdict.missing}
             if set(watched.recorder.ranks) - missing - {self._rank}:
+                if self._board is not None:
+                    self._board.settle(LEAVE_LIMIT_S)
                 self._linger()
             end_process(text)
         LOG.error("[sglang_fl] %s", text)  # waits for nobody, unlike what follows
