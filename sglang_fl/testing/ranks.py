@@ -35,6 +35,7 @@ StartMethod = Literal["fork", "spawn"]
 
 _GRACE_S = 5.0  # how long the other ranks may go on after one has failed
 _DUMP_LIMIT_S = 2.0
+_KILL_LIMIT_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PROCESS_TYPES: Mapping[StartMethod, type[BaseProcess]] = {
     "fork": multiprocessing.get_context("fork").Process,
@@ -231,6 +232,25 @@ def _forget_backends() -> None:
 # --- in the parent ---
 
 
+def _await_end_of_group(group: int) -> None:
+    """A process that is killed is not gone at once; one that nobody reaps stays as a zombie."""
+    until_s = time.monotonic() + _KILL_LIMIT_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until_s:
+            os.killpg(group, 0)
+            if not any(_runs_in(group, stat) for stat in Path("/proc").glob("[0-9]*/stat")):
+                return
+            time.sleep(0.001)
+
+
+def _runs_in(group: int, stat: Path) -> bool:
+    try:
+        state, _, own_group = stat.read_text().rpartition(")")[2].split()[:3]
+    except (OSError, ValueError):
+        return False
+    return int(own_group) == group and state not in "ZX"
+
+
 class _RankProcess:
     """The parent's hold on one rank: its process, a descriptor that tells when it ends, and its files."""
 
@@ -252,6 +272,7 @@ class _RankProcess:
             os.killpg(self.pid, signal.SIGKILL)
         self._signal(signal.SIGKILL)
         self.process.join()
+        _await_end_of_group(self.pid)
         os.close(self.descriptor)
         self.descriptor = -1
 
