@@ -376,7 +376,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     gloo: bool = True,
     env: Environment | Callable[[int], Environment] | None = None,
     start_method: StartMethod = "fork",

@@ -212,6 +212,38 @@ def test_nothing_is_claimed_where_the_store_does_not_answer(child: subprocess.Po
     assert (missing.absence, missing.last) == (Absence.UNKNOWN, "torch.distributed's store does not answer")
 
 
+class _Unanswered(Said):
+    """Of a store whose process is stopped; counts how often a reader looks whether it has answered."""
+
+    looks = 0
+    answers_after = 10**9
+
+    def __init__(self) -> None:
+        super().__init__(read_s=0.0)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "is_up":
+            self.looks += 1
+            if self.looks > self.answers_after:
+                self.read_s = time.monotonic()
+        return super().__getattribute__(name)
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once(child: subprocess.Popen[bytes]) -> None:
+    """Given a store that does not answer, when who is missing is asked for several calls, then only the first waits;
+    once it has answered, the next one does again."""
+    said = _Unanswered()
+    peers = _peers(said)
+    assert not peers.read([1], "k")
+    assert said.looks > 2
+    for key in ("l", "m"):
+        said.looks = 0
+        assert not peers.read([1], key)
+        assert said.looks <= 1
+    said.read_s, said.looks, said.answers_after = time.monotonic(), 0, 3
+    assert peers.read([1], "n")
+
+
 def test_every_missing_rank_is_named(child: subprocess.Popen[bytes]) -> None:
     """Given a rank that is stopped, one that was killed and one that is elsewhere, then each is named with what became
     of it; where it cannot be told why one has ended, the stopped one comes first."""

@@ -14,7 +14,7 @@ from sglang_fl.comm.processes import State
 SILENCE_S = 30.0
 _PAUSE_S = 5.0
 _STORE_HOLDER = 0  # mostly; once the store is gone, nobody else's silence says anything
-_READ_LIMIT_S = 0.5
+_READ_LIMIT_S = 1.0
 _POLL_S = 0.02
 # How long a call goes on after its peer: it may have done its part before it went, and one that followed another
 # rank has told so.
@@ -48,6 +48,7 @@ class Peers:
         self.rank = rank
         self._board = board
         self._gone_s: dict[int, float] = {}
+        self._vain_s = 0.0  # when the store was last asked, and did not answer in time
         self._listening_s: dict[int, tuple[float, float]] = {}  # from when, and when last
 
     def lost(
@@ -83,7 +84,7 @@ class Peers:
         """Who of ``ranks`` is not in call ``number`` of the recorder ``key``, which is ``what`` here.
 
         The gravest first. Where nobody is known to be missing, those of whom it is not known that they are in it.
-        Waits up to half a second for the ranks' latest word.
+        Waits up to a second for the ranks' latest word.
         """
         others = [rank for rank in ranks if rank != self.rank]
         is_latest = self.read(others, key)
@@ -179,7 +180,9 @@ class Peers:
         return Missing(rank, Absence.LEFT, process, last) if has_left else None
 
     def read(self, ranks: Iterable[int], key: str) -> bool:
-        """Have the ranks' latest word, and what is told of the recorder ``key``; waits half a second at most.
+        """Have the ranks' latest word, and what is told of the recorder ``key``; waits a second at most.
+
+        Where the last wait was in vain, and the store has not answered since, there is none.
 
         Returns:
             whether it is the latest: False where the store does not answer.
@@ -189,9 +192,13 @@ class Peers:
             return False
         asked_s = time.monotonic()
         board.ask((rank for rank in ranks if rank != self.rank), [key])
-        while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + _READ_LIMIT_S:
+        limit_s = 0.0 if board.read_s < self._vain_s else _READ_LIMIT_S
+        while board.is_up and board.read_s < asked_s and time.monotonic() < asked_s + limit_s:
             time.sleep(_POLL_S)
-        return board.read_s >= asked_s
+        is_latest = board.read_s >= asked_s
+        if not is_latest and limit_s:
+            self._vain_s = asked_s
+        return is_latest
 
 
 def _is_same(one: str, other: str) -> bool:
