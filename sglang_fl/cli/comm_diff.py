@@ -28,8 +28,9 @@ def command(context: click.Context, dumps: Sequence[Path], as_json: bool) -> Non
     """Compare the ranks' dumps of their last communication calls, and name the first call in which they differ.
 
     \b
-    DUMPS are files, or folders, of which the latest run's latest dump of each rank is taken. A process writes one
-    into SGLANG_FL_COMM_DUMP_DIR when a call does not end in time, and whenever it gets SIGUSR1:
+    DUMPS are files, or folders, of which the latest run's latest dump of each rank is taken, and earlier ones for
+    the calls of a group that failed and was given up since. A process writes one into SGLANG_FL_COMM_DUMP_DIR when
+    a call does not end in time, and whenever it gets SIGUSR1:
       pkill -USR1 -f sglang::scheduler
 
     \b

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sglang_fl.comm.dump_files import Dump, Record
+from sglang_fl.comm.dump_files import Dump, Key, Record, told_apart
 from sglang_fl.comm.recorder import RecordedCall
 
 # Between two ranks' dumps a call may begin; what a rank has waited for less long than this is no evidence.
@@ -35,7 +35,7 @@ class Difference:
     """The first difference of one recorder.
 
     Attributes:
-        group: the recorder's name.
+        group: the recorder's name, and which one it is where others have the same name and ranks.
         ranks: its ranks.
         number: of the first call in which they differ.
         kind: what ``who`` did.
@@ -65,13 +65,31 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Views:
-    """One recorder on all ranks that have a dump with it."""
+    """One recorder on all ranks that have a dump with it.
 
-    group: str
-    ranks: tuple[int, ...]
+    Attributes:
+        key: the recorder's.
+        words: what to call this recorder and the others.
+        dumps: each rank's, the one that its record is from.
+        records: by rank.
+        gave_up: the ranks whose latest dump does not have it any more.
+        notes: what a reader should know beside the differences.
+    """
+
+    key: Key
+    words: Mapping[Key, str]
     dumps: Mapping[int, Dump]
     records: Mapping[int, Record]
+    gave_up: frozenset[int]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def group(self) -> str:
+        return self.words[self.key]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.key.ranks
 
     def call(self, rank: int, number: int) -> RecordedCall | None:
         return self.records[rank].calls.get(number)
@@ -82,20 +100,23 @@ class _Views:
 
 def compare(dumps: Sequence[Dump]) -> Comparison:
     """Compare the dumps of a run's ranks, at most one a rank."""
-    by_key: defaultdict[tuple[str, tuple[int, ...]], dict[int, Record]] = defaultdict(dict)
+    by_key: defaultdict[Key, dict[int, Record]] = defaultdict(dict)
     for dump in dumps:
         for key, record in dump.records.items():
             by_key[key][dump.rank] = record
-    by_rank = {dump.rank: dump for dump in dumps}
+    sources = [source for dump in dumps for source in (dump, *dump.taken.values())]
+    words = told_apart(key for source in sources for key in source.records)
     differences: list[Difference] = []
     notes: list[str] = []
-    for (group, ranks), records in by_key.items():
-        views = _Views(group, ranks, by_rank, dict(sorted(records.items())), notes)
+    for key, records in by_key.items():
+        from_dumps = {dump.rank: dump.taken.get(key, dump) for dump in dumps}
+        gave_up = frozenset(dump.rank for dump in dumps if key in dump.taken)
+        views = _Views(key, words, from_dumps, dict(sorted(records.items())), gave_up, notes)
         difference = _first_difference(views) or _absent(views)
         if difference is not None:
             differences.append(difference)
-    expected = {rank for _, ranks in by_key for rank in ranks}
-    silent = sorted(expected - set(by_rank))
+    expected = {rank for key in by_key for rank in key.ranks}
+    silent = sorted(expected - {dump.rank for dump in dumps})
     if silent:
         notes.append(f"{in_words(silent)} left no dump: gone, or its dump is not among these")
     return Comparison(tuple(sorted(differences, key=lambda each: each.time_s)), tuple(notes))
@@ -193,17 +214,31 @@ def _site_at(views: _Views, rank: int, number: int) -> str | None:
 
 def _whereabouts(views: _Views, rank: int) -> str:
     """Where the process of a rank that is missing from a call was instead."""
-    dump = views.dumps[rank]
-    for record in dump.records.values():
-        if record.under_way is None or (record.name, record.ranks) == (views.group, views.ranks):
-            continue
-        call = record.calls.get(record.under_way)
-        if call is not None:
-            return f"rank {rank} was in call {call.number} of {record.name}, {call.what()}{_at(call)}"
     last = views.call(rank, views.records[rank].entered)
+    elsewhere = _elsewhere(views, rank, 0.0 if last is None else last.time_in_s)
+    if elsewhere is not None:
+        key, call = elsewhere
+        end = ", which failed" if call.error else ""
+        return f"rank {rank} was in call {call.number} of {views.words[key]}, {call.what()}{_at(call)}{end}"
     if last is None:
         return f"rank {rank} has called nothing in this group"
     return f"rank {rank}'s last was call {last.number}, {last.what()}{_at(last)}"
+
+
+def _elsewhere(views: _Views, rank: int, since_s: float) -> tuple[Key, RecordedCall] | None:
+    """A call of another group that had not returned, or else the latest that failed and was entered after ``since_s``.
+
+    A failed call is not under way any more, but where others wait for its process it has mostly gone no further.
+    """
+    others = [record for key, record in views.dumps[rank].records.items() if key != views.key]
+    stuck = [
+        (record.key, call)
+        for record in others
+        if record.stuck is not None and (call := record.calls.get(record.stuck)) is not None
+    ]
+    here = [each for each in stuck if not each[1].error]
+    failed = [each for each in stuck if each[1].error and each[1].time_in_s >= since_s]
+    return here[0] if here else max(failed, key=lambda each: each[1].time_in_s, default=None)
 
 
 def _absent(views: _Views) -> Difference | None:
@@ -216,13 +251,19 @@ def _absent(views: _Views) -> Difference | None:
     lacking = [rank for rank in views.ranks if rank not in views.records or rank in old]
     if not lacking:
         return None
-    without_dump = [rank for rank in lacking if rank not in views.dumps or rank in old]
+    gave_up = [rank for rank in old if rank in views.gave_up]
+    without_dump = [rank for rank in lacking if rank not in views.dumps or (rank in old and rank not in gave_up)]
     if without_dump:
         words = f"{in_words(without_dump)} left no dump: gone, or stopped"
         if old:
             words += f"; what {in_words(old)} wrote was written before the others entered the call"
         return _difference(views, number, Kind.NO_RECORD, tuple(without_dump), words)
-    words = f"{in_words(lacking)} has no record of this group"
+    words = f"{in_words(lacking)} has no record of this {'call' if gave_up else 'group'}"
+    if gave_up:
+        words += (
+            f"; what {in_words(gave_up)} wrote of the group was written before the others entered the call, and later "
+            "the group was given up"
+        )
     return _difference(views, number, Kind.NO_RECORD, tuple(lacking), words)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 MOST = 2**63 - 1
@@ -36,16 +36,17 @@ def _list_of(kind: Kind, least: int = 0) -> Kind:
     return problem
 
 
-def _object_of(fields: Mapping[str, Kind]) -> Kind:
+def _object_of(fields: Mapping[str, Kind], may_lack: Set[str] = frozenset()) -> Kind:
     def problem(value: Any) -> str:
         if not isinstance(value, dict):
             return f" is {reprlib.repr(value)}; allowed is an object with {', '.join(fields)}"
-        lacking, unknown = sorted(fields.keys() - value), sorted(value.keys() - fields)
+        lacking, unknown = sorted(fields.keys() - value - may_lack), sorted(value.keys() - fields)
         if lacking or unknown:
             return (
                 f" lacks {', '.join(lacking)}" if lacking else f" has {unknown[0]!r}, which no dump of this format has"
             )
-        return next((f".{name}{text}" for name, kind in fields.items() if (text := kind(value[name]))), "")
+        found = ((name, kind(value[name])) for name, kind in fields.items() if name in value)
+        return next((f".{name}{text}" for name, text in found if text), "")
 
     return problem
 
@@ -80,6 +81,7 @@ CALL: Mapping[str, Kind] = {
 RECORD: Mapping[str, Kind] = {
     "name": _NAME,
     "ranks": _list_of(_RANK, least=1),
+    "key": _or_none(_NAME),
     "device": _NAME,
     "entered": _COUNT,
     "under_way": _or_none(_object_of(CALL)),
@@ -87,6 +89,8 @@ RECORD: Mapping[str, Kind] = {
     "left_out": _COUNT,
     "calls": _list_of(_object_of(CALL)),
 }
+# What dumps had before recorders were named alike on all ranks does not have it.
+MAY_LACK = frozenset({"key"})
 THREAD: Mapping[str, Kind] = {"name": _TEXT, "stack": _list_of(_TEXT)}
 DUMP: Mapping[str, Kind] = {
     "format": _NUMBER,
@@ -98,7 +102,7 @@ DUMP: Mapping[str, Kind] = {
     "time_s": _TIME,
     "reason": _TEXT,
     "threads": _list_of(_object_of(THREAD)),
-    "recorders": _list_of(_object_of(RECORD)),
+    "recorders": _list_of(_object_of(RECORD, MAY_LACK)),
 }
 
 

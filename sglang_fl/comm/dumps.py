@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from sglang_fl import __version__
 from sglang_fl.comm.errors import CommError
@@ -50,19 +50,30 @@ class HasRecorders(Protocol):
         """Those that it has now."""
 
 
-_owners: WeakSet[HasRecorders] = WeakSet()
+# In the order in which they came, which ranks that make the same groups have in common.
+_owners: WeakKeyDictionary[HasRecorders, None] = WeakKeyDictionary()
+_keys: WeakKeyDictionary[Recorder, str] = WeakKeyDictionary()
 # A fork has made none of its parent's calls.
 os.register_at_fork(after_in_child=_owners.clear)
 
 
 def include(owner: HasRecorders) -> None:
     """Write the recorders of ``owner``, as long as it lives, into every dump that :func:`dump_calls` makes."""
-    _owners.add(owner)
+    _owners[owner] = None
+
+
+def name_recorder(recorder: Recorder, key: str) -> None:
+    """Write ``key`` with the calls of ``recorder``: it names it alike on all its ranks, for good.
+
+    Two groups of one name and the same ranks are told apart by it, whether both live or one came after the other.
+    """
+    _keys[recorder] = key
 
 
 def known_recorders() -> list[Recorder]:
-    """Of all owners that live, each once; groups of the same ranks may share one."""
-    return list(dict.fromkeys(recorder for owner in list(_owners) for recorder in owner.recorders()))
+    """Of all owners that live, each once, the oldest owner's first; groups of the same ranks may share one."""
+    owners = [owner for reference in _owners.keyrefs() if (owner := reference()) is not None]
+    return list(dict.fromkeys(recorder for owner in owners for recorder in owner.recorders()))
 
 
 def dump_calls(
@@ -224,6 +235,7 @@ def _record(recorder: Recorder, done: int | None) -> dict[str, Any]:
     return {
         "name": recorder.name,
         "ranks": list(recorder.ranks),
+        "key": _keys.get(recorder),
         "device": str(recorder.device),
         # A call may have been counted whose row was not written yet.
         "entered": calls[-1].number if calls else entered,

@@ -20,8 +20,9 @@ from sglang_fl.cli.frame import commands
 from sglang_fl.comm import dumps
 from sglang_fl.comm.difference import Comparison, Difference, Kind, compare
 from sglang_fl.comm.dump_fields import CALL, DUMP, RECORD, THREAD, damage
-from sglang_fl.comm.dump_files import UnreadableDumpError, choose_dumps, read_dump
-from sglang_fl.comm.dumps import write_dump
+from sglang_fl.comm.dump_files import Key, UnreadableDumpError, choose_dumps, read_dump, told_apart
+from sglang_fl.comm.dumps import name_recorder, write_dump
+from sglang_fl.comm.monitor.verdict import Stuck, Verdict
 from sglang_fl.comm.recorder import RecordedCall
 from tests.unit.handmade_recorder import HandmadeRecorder
 
@@ -48,9 +49,22 @@ def recorded(
     ]  # fmt: skip
 
 
-def dump(folder: Path, rank: int, *recorders: HandmadeRecorder) -> Path:
+def dump(folder: Path, rank: int, *recorders: HandmadeRecorder, reason: str = "time-out") -> Path:
     """What this rank left."""
-    return write_dump("time-out", recorders, folder, rank=rank)
+    return write_dump(reason, recorders, folder, rank=rank)
+
+
+def made(number: int | str, calls: Sequence[RecordedCall], name: str = "anonymous torch") -> HandmadeRecorder:
+    """One of ranks 0 and 1 that the monitor has named by the number of its group's creation."""
+    recorder = HandmadeRecorder(name, (0, 1), calls)
+    name_recorder(recorder, f"{name} [0, 1] {number}")
+    return recorder
+
+
+def failed(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """The same calls, of which the last one failed."""
+    *before, last = calls
+    return [*before, replace(last, time_out_s=last.time_in_s + 5, error="CommError: not done within 5 s")]
 
 
 def compared(folder: Path, *sequences: Sequence[Call], done: bool = False) -> Comparison:
@@ -185,12 +199,47 @@ def test_who_is_missing_is_named_with_where_it_was(tmp_path: Path, world_size: i
     assert first is pp, "the earlier call comes first"
 
 
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"pp": failed(recorded([TELL], start_s=LONG_AGO_S + 5))}, "in call 1 of pp, broadcast int64[4] rank 0 at"),
+        (
+            {
+                "dp": failed(recorded([EMBED], start_s=LONG_AGO_S + 5)),
+                "pp": failed(recorded([TELL], start_s=LONG_AGO_S + 6)),
+            },
+            "in call 1 of pp",
+        ),
+        ({"dp": failed(recorded([EMBED], start_s=LONG_AGO_S + 5)), "pp": recorded([TELL])}, "in call 1 of pp"),
+        ({"pp": failed(recorded([TELL], start_s=LONG_AGO_S - 5))}, ""),
+    ],
+    ids=["failed", "the latest that failed", "under way", "failed before its last call here"],
+)
+def test_where_a_rank_was_is_named_although_its_call_has_failed(
+    tmp_path: Path, own: dict[str, list[RecordedCall]], words: str
+) -> None:
+    """Given a rank that is missing from a call while one of another group failed in it, then that one is named, but for
+    one that failed before it went on in this group; what is still under way comes first."""
+    dump(tmp_path, 0, HandmadeRecorder("tp", (0, 1), recorded(FORWARD[:3])))
+    others = [HandmadeRecorder(name, (1, 9), calls) for name, calls in own.items()]
+    dump(tmp_path, 1, HandmadeRecorder("tp", (0, 1), recorded(FORWARD[:2], done=True)), *others)
+    (tp,) = [each for each in compare(choose_dumps([tmp_path]).dumps).differences if each.group == "tp"]
+    assert (tp.kind, tp.number, tp.who) == (Kind.MISSING, 3, (1,))
+    found = tp.words.removeprefix("rank 1 did not enter it; rank 1")
+    assert found.startswith(f" was {words}" if words else "'s last was call 2, all_reduce float32[64]")
+    assert found.endswith(", which failed") == (bool(words) and own["pp"][-1].error != "")
+
+
+def test_a_rank_that_is_still_in_the_call_before_is_in_no_other_group(tmp_path: Path) -> None:
+    """Given a rank that has not come back from the call before, then that one is named as its last of this group."""
+    words = single(compared(tmp_path, FORWARD[:3], FORWARD[:2])).words
+    assert words.startswith("rank 1 did not enter it; rank 1's last was call 2, all_reduce float32[64] at ")
+
+
 @pytest.mark.parametrize("has_failed", [False, True], ids=["under way", "failed"])
 def test_a_rank_without_a_dump_is_named(tmp_path: Path, has_failed: bool) -> None:
     """Given three ranks inside a call, or whose call has failed, and no dump of rank 2, then it is named."""
-    calls = recorded(FORWARD)
-    if has_failed:
-        calls[-1] = replace(calls[-1], time_out_s=calls[-1].time_in_s + 1, error="CommError: interrupted")
+    calls = failed(recorded(FORWARD)) if has_failed else recorded(FORWARD)
     for rank in (0, 1, 3):
         dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", range(4), calls))
     comparison = compare(choose_dumps([tmp_path]).dumps)
@@ -267,6 +316,81 @@ def test_a_send_and_its_receive_are_one_transfer(tmp_path: Path) -> None:
         assert [each.kind for each in compare(choose_dumps([tmp_path]).dumps).differences] == kinds
 
 
+# --- groups of one name ---
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("differs_in", [None, 1, 2])
+def test_two_groups_of_one_name_and_ranks_are_compared_each_with_itself(
+    tmp_path: Path, is_named: bool, differs_in: int | None
+) -> None:
+    """Given two living groups that both have the default name, in one order on rank 0 and in the other on rank 1, or in
+    the same where nobody has named them, then each is compared with itself, and said which one differs."""
+    for rank in (0, 1):
+        sequences = {1: [EMBED, ATTENTION], 2: [GATHER, TELL, GATHER]}
+        if rank == 1 and differs_in is not None:
+            sequences[differs_in][1] = ("all_reduce", 64, "int32", None, 20)
+        calls = {number: recorded(sequence, done=True) for number, sequence in sequences.items()}
+        groups = [
+            made(number, calls[number]) if is_named else HandmadeRecorder("anonymous torch", (0, 1), calls[number])
+            for number in ((2, 1) if is_named and rank == 1 else (1, 2))
+        ]
+        dump(tmp_path, rank, *groups)
+    found = compare(choose_dumps([tmp_path]).dumps).differences
+    which = "made as number" if is_named else "record"
+    expected = [] if differs_in is None else [(f"anonymous torch ({which} {differs_in})", 2)]
+    assert [(each.group, each.number) for each in found] == expected
+    result = invoke(tmp_path)
+    assert result.exit_code == len(expected)
+    assert "the ranks' calls are equal: 2 record(s)" in result.output or expected
+
+
+def test_records_of_one_name_are_told_apart_in_words() -> None:
+    """Given what the monitor names recorders by, then those that share a name say which one they are, and one that
+    shares it with none, or only with one of other ranks, is called by its name."""
+    name, ranks = "tp:0 torch", (0, 1)
+    words = {"1": "made as number 1", "2": "made as number 2", "2#3": "made as number 2, record 3", "0#2": "record 2"}
+    keys = {Key(name, ranks, f"{name} [0, 1] {number}"): text for number, text in words.items()}
+    keys[Key(name, ranks)] = "record 1"
+    others = [Key(name, (0, 2), f"{name} [0, 2] 2"), Key("pp:0 torch", ranks, "pp:0 torch [0, 1] 2")]
+    assert told_apart([*keys, *others, *others]) == {
+        **{key: f"{name} ({text})" for key, text in keys.items()},
+        **{key: key.name for key in others},
+    }
+
+
+def test_a_call_of_another_group_of_that_name_is_where_a_rank_was(tmp_path: Path) -> None:
+    """Given a rank that is missing from a call since it is in one of the other group of the same name, then the words
+    say of which of the two."""
+    dump(tmp_path, 0, made(1, recorded(FORWARD[:2])), made(2, recorded(FORWARD[:1], done=True)))
+    dump(tmp_path, 1, made(1, recorded(FORWARD[:1], done=True)), made(2, recorded(FORWARD[:2])))
+    found = {each.group: each.words for each in compare(choose_dumps([tmp_path]).dumps).differences}
+    for own, other, who in ((1, 2, 1), (2, 1, 0)):
+        words = found[f"anonymous torch (made as number {own})"]
+        assert f"rank {who} was in call 2 of anonymous torch (made as number {other}), all_reduce" in words
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_group_that_was_made_again_is_another_one(tmp_path: Path, differs: bool) -> None:
+    """Given a group that was destroyed and made again under its name, and rank 1 whose latest dump is from before, then
+    its calls are compared with what the others called in the first one."""
+    first = recorded(FORWARD[:3], done=True)
+    own = [*first[:2], replace(first[2], count=96)] if differs else first
+    second = made(2, recorded([TELL], done=True))
+    earlier = dump(tmp_path, 0, made(1, first))
+    dump(tmp_path, 1, made(1, own))
+    latest = dump(tmp_path, 0, second)
+    chosen = choose_dumps([tmp_path])
+    found = compare(chosen.dumps)
+    expected = [("anonymous torch (made as number 1)", 3)] if differs else []
+    assert [(each.group, each.number) for each in found.differences] == expected
+    assert chosen.left_out == (
+        f"{earlier.name}: there is a later one of rank 0, {latest.name}; from the earlier one is taken what that no "
+        "longer has, the calls of anonymous torch (made as number 1)",
+    )
+    assert invoke(tmp_path).exit_code == differs
+
+
 # --- files ---
 
 
@@ -286,27 +410,40 @@ def test_of_a_folder_the_latest_dump_of_each_rank_counts(tmp_path: Path) -> None
 
 def test_what_a_rank_had_given_up_by_its_latest_dump_is_taken_from_the_one_before(tmp_path: Path) -> None:
     """Given a rank that left a dump, gave one of its groups up and left another, while the other rank is in a call of
-    that group, then what it called is compared as it was in the first, and its other group as in the second."""
-    one, two = (HandmadeRecorder(f"{name}:0 flagcx", (0, 1), recorded(FORWARD[:3])) for name in ("tp", "pp"))
+    that group, then what it called is compared as it was in the first, and its other group as in the second; where it
+    was instead is as it was in the first, too."""
+    one = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD[:3], done=True))
+    two = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD[:3]))
     waits = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))
-    went_on = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD, done=True))
+    went_on = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD))
     dump(tmp_path, 0, waits, went_on)
     first, second = dump(tmp_path, 1, one, two), dump(tmp_path, 1, went_on)
     chosen = choose_dumps([tmp_path])
     difference = single(compare(chosen.dumps))
     assert (difference.group, difference.kind, difference.number) == ("tp:0 flagcx", Kind.MISSING, 4)
-    assert difference.who == (1,) and "rank 1's last was call 3, all_gather" in difference.words
+    assert difference.who == (1,) and "rank 1 was in call 3 of pp:0 flagcx, all_gather" in difference.words
     assert chosen.left_out == (
         f"{first.name}: there is a later one of rank 1, {second.name}; from the earlier one is taken what that no "
         "longer has, the calls of tp:0 flagcx",
     )
 
 
+def test_where_a_rank_was_may_be_a_group_that_nobody_has_any_more(tmp_path: Path) -> None:
+    """Given a rank whose call of another group was under way in the dump that its record is from, and that gave both
+    groups up, then that call is where it was."""
+    dump(tmp_path, 0, made(1, recorded(FORWARD)))
+    dump(tmp_path, 1, made(1, recorded(FORWARD[:3], done=True)), made(1, recorded([TELL]), "pp:0 torch"))
+    dump(tmp_path, 1)
+    words = single(compare(choose_dumps([tmp_path]).dumps)).words
+    assert words.startswith("rank 1 did not enter it; rank 1 was in call 1 of pp:0 torch, broadcast int64[4] rank 0 at")
+
+
 @pytest.mark.parametrize("change", [{"pid": 1}, {"host": "elsewhere"}, None])
 def test_what_all_have_given_up_or_another_process_did_is_not_taken(
     tmp_path: Path, change: dict[str, object] | None
 ) -> None:
-    """Given an earlier dump of another process, or of a group that no later dump has, then nothing of it is taken."""
+    """Given an earlier dump of another process, or on request of a group that no later dump has, which may have been in
+    the midst of a call, then nothing of it is taken."""
     waiting = HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD))
     other = HandmadeRecorder("pp:0 flagcx", (0, 1), recorded(FORWARD, done=True))
     first = dump(tmp_path, 1, waiting)
@@ -316,6 +453,106 @@ def test_what_all_have_given_up_or_another_process_did_is_not_taken(
     chosen = choose_dumps([tmp_path])
     assert chosen.left_out == (f"{first.name}: there is a later one of rank 1, {second.name}",)
     assert [each.kind for each in compare(chosen.dumps).differences] == [Kind.NO_RECORD] * (change is not None)
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+def test_a_fork_without_groups_hides_nothing_of_its_rank(tmp_path: Path, is_fork: bool) -> None:
+    """Given a later dump without records, then it is left out where it is a fork's, and the rank's calls are compared;
+    where it is the same process, which has given everything up, it is the rank's latest."""
+    for rank in (0, 1):
+        dump(tmp_path, rank, HandmadeRecorder("tp:0 flagcx", (0, 1), recorded(FORWARD[: 4 - rank], done=True)))
+    late = dump(tmp_path, 0)
+    pid = json.loads(late.read_text())["pid"]
+    if is_fork:
+        late.write_text(json.dumps(json.loads(late.read_text()) | {"pid": pid + 1}))
+    chosen = choose_dumps([tmp_path])
+    assert [each.number for each in compare(chosen.dumps).differences] == [4]
+    assert (chosen.dumps[0].path == late) == (not is_fork)
+    (left_out,) = chosen.left_out
+    words = f"{late.name}: its process, {pid + 1}, never had a group, as that of rank 0 (pid {pid} on "
+    assert left_out.startswith(words) == is_fork
+
+
+def test_forks_alone_are_dumps_without_groups(tmp_path: Path) -> None:
+    """Given only dumps without records, then the latest of the rank counts, and there is nothing to compare."""
+    first, second = dump(tmp_path, 0), dump(tmp_path, 0)
+    chosen = choose_dumps([tmp_path])
+    assert [each.path for each in chosen.dumps] == [second]
+    assert chosen.left_out == (f"{first.name}: there is a later one of rank 0, {second.name}",)
+    assert invoke(tmp_path).exit_code == 2
+
+
+def verdict_text(name: str, ranks: tuple[int, ...] = (0, 1)) -> str:
+    """What the monitor gives as the reason of its dump."""
+    stuck = Stuck(name, ranks, "number 4, broadcast int64[4] rank 0", "/srv/model.py:40 forward", 5.0, 5.0)
+    return Verdict(0, stuck).text()
+
+
+@pytest.mark.parametrize(
+    ("calls", "reason", "is_found"),
+    [
+        (failed(recorded(FORWARD)), "on request", True),
+        (recorded(FORWARD), verdict_text("tp:0 torch"), True),
+        (recorded(FORWARD), verdict_text("tp:0 torch 0>1"), False),
+        (recorded(FORWARD), f"global rank 2 found: {verdict_text('tp:0 torch', (2, 3))}", False),
+        (recorded(FORWARD), "on request", False),
+        (recorded(FORWARD, done=True), verdict_text("tp:0 torch"), False),
+    ],
+    ids=["failed", "found to hang", "another hangs", "one of other ranks hangs", "under way", "returned"],
+)
+def test_what_all_have_given_up_after_a_failure_is_taken(
+    tmp_path: Path, calls: Sequence[RecordedCall], reason: str, is_found: bool
+) -> None:
+    """Given a group that both ranks had given up by their latest dumps, and an earlier one that shows that a call of it
+    failed, or was written for it, then its calls are compared as each rank's last dump with it has them; of a group
+    that may have ended in good order nothing is taken."""
+    went_on = made(1, recorded(FORWARD, done=True), "dp:0 torch")
+    dump(tmp_path, 1, made(1, recorded(FORWARD[:2], done=True), "tp:0 torch"))  # not the last one that has it
+    earlier = [
+        dump(tmp_path, 0, made(1, calls, "tp:0 torch"), reason=reason),
+        dump(tmp_path, 1, made(1, recorded(FORWARD[:3], done=True), "tp:0 torch"), reason="an answer"),
+    ]
+    for rank in (0, 1):
+        dump(tmp_path, rank, went_on)
+    chosen = choose_dumps([tmp_path])
+    found = compare(chosen.dumps).differences
+    assert [(each.group, each.kind, each.number, each.who) for each in found] == (
+        [("tp:0 torch", Kind.MISSING, 4, (1,))] if is_found else []
+    )
+    assert invoke(tmp_path).exit_code == is_found
+    taken = "from the earlier one is taken what that no longer has, the calls of tp:0 torch"
+    assert [line.partition(":")[0] for line in chosen.left_out if line.endswith(taken)] == (
+        [path.name for path in reversed(earlier)] if is_found else []
+    )
+
+
+def test_who_wrote_nothing_of_a_failed_call_before_the_group_was_given_up_is_named(tmp_path: Path) -> None:
+    """Given a rank whose last dump with a failed group is from before the others entered the call, and a later one
+    without it, then it is not said to have left no dump."""
+    now_s = time.time()
+    calls = failed(recorded(FORWARD, start_s=now_s + 60))
+    before = [*_later(recorded(FORWARD[:3], done=True), now_s - 60 - LONG_AGO_S), calls[3]]
+    dump(tmp_path, 1, made(1, before[:3], "tp:0 torch"))
+    paths = [dump(tmp_path, 0, made(1, before, "tp:0 torch")), *(dump(tmp_path, rank) for rank in (0, 1))]
+    for path in paths:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"time_s": now_s + 120}))
+    difference = single(compare(choose_dumps([tmp_path]).dumps))
+    assert (difference.kind, difference.number, difference.who) == (Kind.NO_RECORD, 4, (1,))
+    assert difference.words == (
+        "rank 1 has no record of this call; what rank 1 wrote of the group was written before the others entered the "
+        "call, and later the group was given up"
+    )
+
+
+def test_a_failure_that_is_too_old_to_be_compared_is_mentioned(tmp_path: Path) -> None:
+    """Given a dump of a failed call that is older than what is compared, then the line that leaves it out says so."""
+    old = dump(tmp_path, 0, made(1, failed(recorded(FORWARD)), "tp:0 torch"), made(1, recorded(FORWARD), "dp:0 torch"))
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"time_s": time.time() - 3600}))
+    for rank in (0, 1):
+        dump(tmp_path, rank, made(1, recorded(FORWARD, done=True), "dp:0 torch"))
+    (left_out,) = choose_dumps([tmp_path]).left_out
+    shows = "it shows a failed call of tp:0 torch: compare the files of that time"
+    assert left_out == f"{old.name}: 3600 s older than the latest; {shows}"
 
 
 def test_a_run_at_the_same_port_is_told_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +647,7 @@ GONE: Any = SimpleNamespace(is_gone=True)  # its text is the same in each proces
         (("recorders", 0), None, "recorders[0] is None; allowed is an object with name, ranks"),
         (("recorders", 0, "ranks"), [], "recorders[0].ranks is []; allowed is a list of 1 or more"),
         (("recorders", 0, "ranks", 1), True, "recorders[0].ranks[1] is True; allowed is a whole number from 0"),
+        (("recorders", 0, "key"), 7, "recorders[0].key is 7; allowed is a text of whole characters"),
         (("recorders", 0, "entered"), 9, "recorders[0].calls have the numbers [1, 2, 3, 4]; allowed is each up to"),
         (("recorders", 0, "calls", 1), GONE, "recorders[0].calls have the numbers [1, 3, 4]; allowed is each up to"),
         (("recorders", 0, "under_way", "number"), {}, "recorders[0].under_way.number is {}; allowed is a whole number"),
@@ -441,6 +679,18 @@ def test_a_damaged_field_is_named(tmp_path: Path, path: Way, value: object, word
     assert f"{file} is a damaged dump of calls: " in str(caught.value) and words in str(caught.value)
     result = invoke(file)
     assert result.exit_code == 2 and "is a damaged dump of calls: " in result.output
+
+
+def test_a_dump_from_before_recorders_had_keys_is_read(tmp_path: Path) -> None:
+    """Given dumps without keys, then their records are compared by name and ranks."""
+    for rank in (0, 1):
+        document = good_document(tmp_path, rank)
+        changed(document, ("recorders", 0, "key"), GONE)
+        (tmp_path / f"{rank}.json").write_text(json.dumps(document))
+    (dump_0, dump_1) = (read_dump(tmp_path / f"{rank}.json") for rank in (0, 1))
+    assert list(dump_0.records) == list(dump_1.records) == [Key("tp:0 flagcx", (0, 1), "")]
+    difference = single(compare([dump_0, dump_1]))
+    assert (difference.group, difference.kind, difference.number) == ("tp:0 flagcx", Kind.MISSING, 4)
 
 
 def test_every_field_that_is_written_has_a_kind(tmp_path: Path) -> None:

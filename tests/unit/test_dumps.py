@@ -17,7 +17,8 @@ import pytest
 
 from sglang_fl.comm import dumps
 from sglang_fl.comm.dump_fields import damage
-from sglang_fl.comm.dumps import PATTERN, DumpError, check_folder, dump_calls, include, write_dump
+from sglang_fl.comm.dumps import PATTERN, DumpError, check_folder, dump_calls, include, name_recorder, write_dump
+from sglang_fl.comm.monitor.monitor import Monitor
 from sglang_fl.comm.recorder import RecordedCall, Recorder, from_row
 from sglang_fl.testing.ranks import RankContext, run_ranks
 from tests.unit.handmade_recorder import HandmadeRecorder
@@ -106,6 +107,27 @@ def test_the_dump_of_a_process_has_what_its_owners_have_as_long_as_they_live(tmp
     del owner
     owners.clear()
     assert read(dump_calls("on request", tmp_path))["recorders"] == []
+
+
+def test_the_recorders_of_a_dump_are_in_the_order_of_their_owners(tmp_path: Path) -> None:
+    """Given many owners of one recorder each, wherever they lie in memory, then the dump has the oldest one's first."""
+    owners = [_Owner(f"group {number}") for number in range(30)]
+    for owner in (*owners[::2], *owners[1::2]):
+        include(owner)
+    names = [record["name"] for record in read(dump_calls(folder=tmp_path))["recorders"]]
+    assert names == [f"group {number}" for number in (*range(0, 30, 2), *range(1, 30, 2))]
+
+
+def test_a_dump_has_what_names_a_recorder_on_all_its_ranks(tmp_path: Path) -> None:
+    """Given recorders of one name, of which the monitor has named some, then the dump has their keys, of a later
+    creation and of the second of one creation others, and none of one that nobody has named."""
+    monitor, recorders = Monitor(), [recorder() for _ in range(5)]
+    for one, creation in zip(recorders[:3], (1, 2, 2), strict=True):
+        monitor.made_in(one, creation)
+    name_recorder(recorders[3], "by hand")
+    keys = [record["key"] for record in read(write_dump("test", recorders, tmp_path))["recorders"]]
+    made = "tp:0 flagcx [0, 1]"
+    assert keys == [f"{made} 1", f"{made} 2", f"{made} 2#2", "by hand", None]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +418,7 @@ def test_a_forked_child_has_made_none_of_its_parents_calls(tmp_path: Path) -> No
     """Given a process with a group that forks, when the child leaves a dump, then it has no call of the group, and the
     parent's next one has them."""
     tmp_path.chmod(0o700)
-    owner = _Owner()
+    owner = _Owner("a parent's")
     include(owner)
     (names,) = run_ranks(_dumped_names, 1, tmp_path, gloo=False)
     assert names == []
@@ -404,8 +426,8 @@ def test_a_forked_child_has_made_none_of_its_parents_calls(tmp_path: Path) -> No
 
 
 class _Owner:
-    def __init__(self) -> None:
-        self._recorder = recorder(name="a parent's")
+    def __init__(self, name: str) -> None:
+        self._recorder = recorder(name=name)
 
     def recorders(self) -> tuple[Recorder, ...]:
         return (self._recorder,)
