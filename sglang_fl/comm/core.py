@@ -73,7 +73,7 @@ class GroupCore:
                 raise recorder.explained(CommError(recorder.refusal))
 
     def _interrupt(self) -> bool:
-        self._waiting.interrupted = True
+        self._waiting.interrupt()
         return True
 
     def _host_call(self, operation: str, call: Callable[[], _Result]) -> _Result:

@@ -35,6 +35,38 @@ class P2PWork:
     payload: torch.Tensor | None
 
 
+class OwnedSend:
+    """A send that its caller waits for; one that the caller drops instead is held like a blocking one.
+
+    Gloo would take it back, and the receiver wait for what never comes.
+    """
+
+    __slots__ = ("_adopt", "_is_taken", "_pending")
+
+    def __init__(self, pending: P2PWork, adopt: Callable[[P2PWork], None]) -> None:
+        """``adopt`` takes what nobody has waited for; called by whoever drops it, at any moment."""
+        self._pending = pending
+        self._adopt = adopt
+        self._is_taken = pending.work is None
+
+    def wait(self) -> None:
+        """As the work's own."""
+        self._is_taken = True
+        if self._pending.work is not None:
+            self._pending.work.wait()
+
+    def is_completed(self) -> bool:
+        """As the work's own."""
+        is_done = self._pending.work is None or self._pending.work.is_completed()
+        self._is_taken = self._is_taken or is_done
+        return is_done
+
+    def __del__(self) -> None:
+        """The caller has dropped it."""
+        if not self._is_taken:
+            self._adopt(self._pending)
+
+
 @dataclass(frozen=True)
 class _Held:
     """A send under way; ``owner`` lives as long as one of its sends does, though its group was dropped."""
@@ -91,6 +123,25 @@ class PendingSends:
         with self._changed:
             self._in_flight[dst] += 1
             self._works.put(held)
+
+    def own(self, size_bytes: int, dst: int, begin: Callable[[], P2PWork]) -> P2PWork:
+        """What ``begin`` starts, to be waited for by the caller, or here once the caller has dropped it.
+
+        Raises:
+            CommError: the thread that would wait for it cannot be started.
+        """
+        with self._changed:
+            if self._thread is None:
+                self._start_thread()
+        pending = begin()
+        return P2PWork(OwnedSend(pending, partial(self._adopt, size_bytes, dst)), pending.payload)
+
+    def _adopt(self, size_bytes: int, dst: int, pending: P2PWork) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self.held_bytes += size_bytes
+                self._in_flight[dst] += 1
+                self._works.put(_Held(self, pending, size_bytes, dst))
 
     def drain(self, limit_s: float) -> str:
         """Wait until nothing is in flight, ``limit_s`` seconds at most.

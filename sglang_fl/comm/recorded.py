@@ -96,14 +96,13 @@ class RecordedTransport(Transport):
         ring = self._directions.get(direction)
         if ring is None:
             name = f"{self._ring.name} {direction[0]}>{direction[1]}"
-            # Gloo has no way to end a transfer that waits, but its own limit.
-            ring = self._directions[direction] = self._new_ring(name, direction, None)
+            ring = self._directions[direction] = self._new_ring(name, direction, self.inner.interrupt)
         ring.stream_behind = self.inner.transfer_stream(operation, peer)
         call = _around(ring, _TRANSFERS[operation], getattr(self.inner, operation.value))
         self._transfers[operation, peer] = call
         return call
 
-    def _new_ring(self, name: str, ranks: tuple[int, ...], interrupt: Callable[[], bool] | None) -> CallRing:
+    def _new_ring(self, name: str, ranks: tuple[int, ...], interrupt: Callable[[], bool]) -> CallRing:
         ring = CallRing(name, ranks, self._context.device, interrupt=interrupt)
         self._context.watch(ring)
         return ring

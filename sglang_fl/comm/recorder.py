@@ -153,6 +153,13 @@ class Recorder(ABC):
     def abort(self, limit_s: float) -> bool:
         """On host memory, make a call that is under way in the library return with an error; False if it cannot."""
 
+    def forked(self, reason: str) -> None:
+        """In a fork of the process that made it: let every call raise ``reason``, at the latest once the library fails.
+
+        Takes no lock, since a thread that is gone may hold it.
+        """
+        self.refusal, self.explainer, self.leaver = reason, None, None
+
     def explained(self, error: CommError, shape: Sequence[int] = ()) -> CommError:
         """What a call of ``shape`` that failed with ``error`` raises: an error that names who is missing, or ``error``.
 

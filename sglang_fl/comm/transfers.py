@@ -106,10 +106,14 @@ class Transfers(GroupCore):
         self._broadcast_objects(objects, src)
 
     def isend(self, tensor: torch.Tensor, dst: int) -> P2PWork:
-        """Start to send; the returned work holds the buffer that is read until it is done."""
+        """Start to send; the returned work holds the buffer that is read until it is done.
+
+        One that is dropped without a wait is held, on host memory, until it is received, as by :meth:`send`.
+        """
         self._require_usable()
-        transport = self._host if tensor.is_cpu else self._device
-        return _start_send(transport, tensor.contiguous(), dst)
+        if not tensor.is_cpu:
+            return _start_send(self._device, tensor.contiguous(), dst)
+        return self._start_owned(self._host, tensor.contiguous(), dst)
 
     def send_held(self, tensor: torch.Tensor, dst: int) -> None:
         """Send a copy of ``tensor``, held until it is done, and return at once."""
@@ -130,7 +134,10 @@ class Transfers(GroupCore):
     def isend_object_part(self, tensor: torch.Tensor, dst: int) -> P2PWork:
         """As :meth:`isend`, for metadata: always over the CPU group."""
         self._require_usable()
-        return _start_send(self._metadata, tensor, dst)
+        return self._start_owned(self._metadata, tensor, dst)
+
+    def _start_owned(self, transport: Transport, tensor: torch.Tensor, dst: int) -> P2PWork:
+        return self._sends.own(size_bytes(tensor), self.ranks[dst], lambda: _start_send(transport, tensor, dst))
 
     def send_object_part(self, tensor: torch.Tensor, dst: int) -> None:
         """As :meth:`send_held`, for metadata; ``tensor`` is the callee's from now on."""

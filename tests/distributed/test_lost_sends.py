@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -113,6 +114,45 @@ def test_every_lost_send_is_told(
     how = "destroyed" if is_destroyed else "the process ends"
     assert len(lines) == 1, lines
     assert re.search(rf"group tp:0: {how} with 4 send\(s\) that no rank received: 4 to global rank 0", lines[0]), lines
+
+
+def _dropped(context: RankContext) -> None:
+    group, store = communicator_of_all(context, operation_timeout_s=30.0), context.store("sent")
+    value = {"a": torch.full((2**18,), 3.0), "b": "text"}
+    if context.rank == 0:
+        group.isend(torch.full((2**18,), 2.0), 1)
+        group.send_tensor_dict(value, 1, async_send=True)
+        gc.collect()
+        assert group.status()["send_bytes_held"] >= 2**21
+        store.set("sent", "")
+        group.destroy()
+        return
+    store.wait(["sent"])
+    assert group.recv(torch.Size([2**18]), torch.float32, 0).eq(2.0).all()
+    found = group.recv_tensor_dict(0)
+    assert found is not None and found["b"] == "text" and found["a"].eq(3.0).all()
+
+
+def test_a_send_whose_work_was_dropped_arrives(backend: dict[str, str]) -> None:
+    """Given a tensor and a dictionary that a rank sends asynchronously, and whose works it drops at once, when it then
+    destroys the group and the other rank receives late, then both arrive."""
+    run_ranks(_dropped, 2, env=backend, start_method="spawn")
+
+
+def _dropped_and_lost(context: RankContext) -> None:
+    group = communicator_of_all(context, operation_timeout_s=20.0)
+    dist.barrier()
+    if context.rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.isend(torch.ones(5 * 2**20), 0)
+
+
+def test_a_dropped_send_that_is_lost_is_told(backend: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Given a send whose work was dropped, to a rank that is killed, when the sender ends, then a line tells of it."""
+    run_ranks(_dropped_and_lost, 2, env=backend, start_method="spawn", expect_killed=[0])
+    lines = [line for line in capfd.readouterr().err.splitlines() if "that no rank received" in line]
+    assert len(lines) == 1 and "1 send(s) that no rank received: 1 to global rank 0" in lines[0], lines
 
 
 def _threads(context: RankContext) -> None:

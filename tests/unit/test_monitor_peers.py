@@ -35,6 +35,9 @@ class Said:
     def ask(self, *_: object) -> None:
         """Everything has been read already."""
 
+    def note_silence(self) -> None:
+        """Nothing waits for it."""
+
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:

@@ -198,6 +198,7 @@ class Peers:
         is_latest = board.read_s >= asked_s
         if not is_latest and limit_s:
             self._vain_s = asked_s
+            board.note_silence()
         return is_latest
 
 

@@ -22,6 +22,7 @@ from sglang_fl.comm.threads import LOG, start_thread
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
 VERDICT_LIMIT_S = 2.0
+_STUCK_LIMIT_S = 0.2
 _PREFIX = "sglang_fl/monitor"
 
 
@@ -157,7 +158,14 @@ class Board:
                 is_taken = self._taken.wait_for(lambda: self._taken_word >= word or self._done.is_set(), limit_s)
                 self._is_stuck = not is_taken
 
+    def note_silence(self) -> None:
+        """Somebody has waited for the store in vain: until it takes a word, nobody else needs to."""
+        with self._wanted:
+            self._is_stuck = True
+
     def _limit_s(self, limit_s: float) -> float:
+        if self._is_stuck:
+            return min(limit_s, _STUCK_LIMIT_S)
         return limit_s if self._verdict_word <= self._taken_word else max(limit_s, VERDICT_LIMIT_S)
 
     def leave(self, through: dict[str, int], limit_s: float) -> None:
@@ -166,7 +174,7 @@ class Board:
             self._own.left, self._is_fresh = True, True
             self._own.through = through
             self._wanted.notify()
-            limit_s = limit_s if self._is_stuck else self._limit_s(limit_s)
+            limit_s = self._limit_s(limit_s)
         self._done.wait(limit_s if self.is_up else 0.0)
 
     def _run(self) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from sglang_fl.comm.dumps import DumpError, dump_calls, meeting_place
+from sglang_fl.comm.dumps import DumpError, dump_calls, meeting_place, name_recorder
 from sglang_fl.comm.errors import CommError
 from sglang_fl.comm.exchange import FAILED
 from sglang_fl.comm.monitor.absent import Peers
@@ -86,10 +86,10 @@ class Monitor:
     """
 
     def __init__(self) -> None:
+        self.dump_folder: Path | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self.dump_folder: Path | None = None
         self._groups: WeakSet[Group] = WeakSet()
         self._watched: dict[Recorder, Watched] = {}
         self._names: Counter[str] = Counter()
@@ -138,6 +138,7 @@ class Monitor:
                 # Recorders of one creation are made in the same order on all their ranks.
                 self._names[key] += 1
                 self._keys[recorder] = key if self._names[key] == 1 else f"{key}#{self._names[key]}"
+                name_recorder(recorder, self._keys[recorder])
             return self._keys[recorder]
 
     def watched(self) -> list[Watched]:
@@ -580,7 +581,13 @@ class Monitor:
             time.sleep(LINGER_S)
 
     def after_fork(self) -> None:
-        """A fork has none of the threads, and watches nothing yet."""
+        """A fork has none of the threads, nor those of a library that carry calls, and watches nothing yet."""
+        for recorder in list(self._watched):
+            recorder.forked(
+                f"group {recorder.name}, global rank {self._rank} of {list(recorder.ranks)}: this is process "
+                f"{os.getpid()}, a fork of process {os.getppid()} that made the group, and no rank of it. Start "
+                "processes that call groups with multiprocessing's method spawn, and make groups of their own in them."
+            )
         self._reset()
 
 

@@ -135,8 +135,9 @@ class TorchTransport(Transport):
         return BoundedWork(work, self._waiting, is_transfer=True)
 
     def interrupt(self) -> bool:
-        """See :meth:`Transport.interrupt`: a transfer ends with the connection or at its limit."""
-        self._waiting.interrupted = True
+        """See :meth:`Transport.interrupt`."""
+        if self._is_host:
+            self._waiting.interrupt()
         return self._is_host
 
     def close(self) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from sglang_fl.comm.backends.torch_dist.quiet_exit import exit_quietly
 from sglang_fl.comm.errors import CommError
@@ -15,6 +19,9 @@ from sglang_fl.comm.left_calls import comes_from_outside, mark_left
 _SLICE_S = 0.25
 _SLICE = timedelta(seconds=_SLICE_S)
 _LONGEST_SLICE_S = 1.0  # what took longer than that was a stop of the process (Ctrl-Z), for which no peer is late
+_AT_ONCE = timedelta(milliseconds=1)
+_END_LIMIT = timedelta(seconds=1)
+_NOBODYS_TAG = 2**31 - 73  # of a message that is never sent
 _SHORTEST_S = 0.01  # to torch, less than a millisecond is no limit at all
 
 
@@ -22,20 +29,27 @@ class Waiting:
     """How one transport begins its calls and waits for them.
 
     A call may be left in the midst, by the limit or by what a signal's handler raises, while a thread of gloo's goes on
-    with it. Then its group stays until the end of the process: to end it would be to wait for that thread, for as long
-    as torch's own limit is.
+    with it and with its tensor. Then the group's connections are ended, here and so on all its ranks: none can come to
+    the end of a call that another one has left, with what that has written into its tensor since.
 
     Attributes:
         limit_s: for one operation, seconds.
-        interrupted: set from another thread; who waits for a collective then gets an error within a moment.
     """
 
     def __init__(self, limit_s: float, group: Any) -> None:
         """``group``: torch's, whose works are waited for."""
         self.limit_s = limit_s
         self._group = group
-        self.interrupted = False
+        self._is_interrupted = False
         exit_quietly()
+
+    def interrupt(self) -> None:
+        """From another thread: who waits for a call of the group gets an error within a moment, on its peers as well.
+
+        No call of the group can be made any more.
+        """
+        self._is_interrupted = True
+        end_connections(self._group)
 
     def run(self, call: Callable[..., Any], *arguments: Any) -> None:
         """``call``, a collective of torch.distributed, with these arguments in the group, to its end.
@@ -103,7 +117,7 @@ class Waiting:
         while not work.is_completed():  # it is where the wait has failed, and is not where it only took too long
             now_s = time.monotonic()
             left_s = deadline_s - now_s
-            if self.interrupted:
+            if self._is_interrupted:
                 raise CommError("torch.distributed: the wait was interrupted") from failure
             if left_s <= 0:
                 raise CommError(f"torch.distributed: not done within {self.limit_s:g} s") from failure
@@ -122,7 +136,11 @@ class Waiting:
         if is_from_outside:
             mark_left(error)
         may_be_under_way = is_from_outside if work is None else not work.is_completed()
-        if may_be_under_way:
+        if not may_be_under_way:
+            return
+        end_connections(self._group)
+        # From when gloo has let go, the tensor is its owner's alone.
+        if work is None or _failure(work, _END_LIMIT) is None or not work.is_completed():
             _never_end(self._group)
 
 
@@ -157,9 +175,23 @@ class BoundedWork:
             self._waiting.abandon(self._work)
 
 
+def end_connections(group: Any) -> None:
+    """End all calls of a gloo group that are under way, here and on its peers; any thread. Nothing on other groups.
+
+    Gloo has no function for it, but closes all connections of a group when one of its transfers times out.
+    """
+    if "cpu:gloo" not in str(dist.get_backend_config(group)).split(","):
+        return
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with suppress(RuntimeError):
+                group.recv([nothing], rank, _NOBODYS_TAG).wait(_AT_ONCE)
+
+
 def _never_end(group: Any) -> None:
-    """Leave a group to the end of the process: a thread of gloo's is still in its call, and the end of the group, in
-    the interpreter's, waits for that thread until torch's own limit.
+    """Leave a group to the end of the process: a thread of gloo's may still be in its call, and the end of the group,
+    in the interpreter's, waits for that thread until torch's own limit.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
