@@ -307,8 +307,6 @@ def _aborted_transfer(context: RankContext) -> tuple[bool, str] | None:
             communicator.recv(mine.shape, mine.dtype)
     if context.rank == 1:
         store.wait(["done"])
-        if communicator.backend == "torch":
-            communicator.send(torch.ones(4))
         communicator.destroy()
         return None
     caller = _Caller(lambda: communicator.recv(torch.Size([4]), torch.float32))
@@ -318,22 +316,18 @@ def _aborted_transfer(context: RankContext) -> tuple[bool, str] | None:
     assert call is not None and call.what() == "recv float32[4] rank 1"
     recorder.refuse("rank 1 does not send")
     aborted = recorder.abort(SOON_S)
-    assert aborted == caller.join(SOON_S if aborted else 1.0)
+    assert caller.join(SOON_S)
     store.set("done", "1")
-    if not aborted:
-        assert caller.join(LIMIT_S)
     communicator.destroy()
     return aborted, str(caller.error)
 
 
 def test_a_receive_under_way_can_be_aborted(backend: dict[str, str]) -> None:
-    """Given a receive whose peer never sends, when its direction is aborted, then it raises the reason; gloo's cannot
-    be aborted, says so, and goes on until it has received."""
+    """Given a receive whose peer never sends, when its direction is aborted, then it raises the reason."""
     told = run_ranks(_aborted_transfer, 2, env={**backend, "HOSTCX_QUIET": "1"})[0]
     assert told is not None
     named = r"group tp:0 .* 1>0, .*call number \d+, recv float32\[4\] .* failed: rank 1 does not send; .*"
-    aborted, error = {"flagcx": (True, named), "torch": (False, "None")}[backend["SGLANG_FL_DIST_BACKEND"]]
-    assert told[0] == aborted and re.fullmatch(error, told[1]), told
+    assert told[0] and re.fullmatch(named, told[1]), told
 
 
 # --- off ---

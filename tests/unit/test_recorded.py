@@ -311,11 +311,12 @@ def test_a_refused_call_does_not_come_about(transport: RecordedTransport, inner:
 
 
 def test_an_abort_goes_to_the_transport(transport: RecordedTransport, inner: HandmadeTransport) -> None:
-    """Given a recorder, when it is to abort, then the transport is interrupted; a transfer cannot be, and says so."""
+    """Given a recorder of collectives, or of a direction, when it is to abort, then the transport is interrupted."""
     assert ring_of(transport).abort(1.0)
     assert inner.calls == ["interrupt"]
     transport.send(torch.ones(1), 0)
-    assert not transport.recorders()[1].abort(1.0)
+    assert transport.recorders()[1].abort(1.0)
+    assert inner.calls == ["interrupt", "send", "interrupt"]
 
 
 def test_host_memory_has_no_marks(transport: RecordedTransport) -> None:
