@@ -144,3 +144,19 @@ def test_the_end_of_one_groups_connections_is_no_other_groups(tmp_path: Path) ->
     """Given two groups of the same ranks, when a call of the one fails, then the other one still reduces."""
     env = {**TORCH, "SGLANG_FL_COMM_DUMP_DIR": str(tmp_path / "dumps")}
     assert run_ranks(_another_group_goes_on, 2, env=env) == [[2.0] * 3] * 2
+
+
+def _interrupted_after_its_end(context: RankContext) -> None:
+    from torch.distributed import destroy_process_group, new_group
+
+    from sglang_fl.comm.backends.torch_dist.waiting import Waiting
+
+    group = new_group([0, 1])
+    waiting = Waiting(LIMIT_S, group)
+    destroy_process_group(group)
+    waiting.interrupt()
+
+
+def test_a_group_that_torch_has_ended_is_left_alone() -> None:
+    """Given a group that torch.distributed has destroyed, when a call of it is to end, then that raises nothing."""
+    run_ranks(_interrupted_after_its_end, 2, env=TORCH)
