@@ -71,7 +71,7 @@ OWN := $(TOOLS) $(SERVING) $(DOCUMENTS)
 
 pytest: setup $(VENV)/.network-tools
 	$(call say,tests in processes of their own: units and the native part and collectives)
-	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu $(OWN:%=--ignore %) -n 3 --dist loadfile --complete
+	$(BIN)/python -m pytest tests/unit tests/native tests/distributed tests/gpu $(OWN:%=--ignore %) -n 2 --dist loadfile --complete
 	$(call say,ranks and schedulers that are killed or stopped or that raise: the promised limits hold on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/faults $(FAULTS_OF_SERVERS) --complete
 	$(call say,tests that start real SGLang servers: on this host and on two hosts in network namespaces)

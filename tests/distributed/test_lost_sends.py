@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -85,18 +84,18 @@ def test_a_send_that_raises_keeps_no_room(backend: dict[str, str]) -> None:
 
 
 def _lost(context: RankContext, is_connected: bool, is_destroyed: bool) -> None:
-    group = communicator_of_all(context, operation_timeout_s=20.0)
+    group, store = communicator_of_all(context, operation_timeout_s=20.0), context.store("sent")
     if is_connected:
         if context.rank == 0:
             group.recv(torch.Size([1]), torch.float32, 1)
         else:
             group.send(torch.ones(1), 0)
-    dist.barrier()
     if context.rank == 0:
-        time.sleep(0.5)
+        store.wait(["sent"])
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(4):
         group.send(torch.ones(5 * 2**20), 0)
+    store.set("sent", "")
     if is_destroyed:
         group.destroy()
         group.destroy()
@@ -140,12 +139,12 @@ def test_a_send_whose_work_was_dropped_arrives(backend: dict[str, str]) -> None:
 
 
 def _dropped_and_lost(context: RankContext) -> None:
-    group = communicator_of_all(context, operation_timeout_s=20.0)
-    dist.barrier()
+    group, store = communicator_of_all(context, operation_timeout_s=20.0), context.store("sent")
     if context.rank == 0:
-        time.sleep(0.5)
+        store.wait(["sent"])
         os.kill(os.getpid(), signal.SIGKILL)
     group.isend(torch.ones(5 * 2**20), 0)
+    store.set("sent", "")
 
 
 def test_a_dropped_send_that_is_lost_is_told(backend: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
