@@ -21,7 +21,7 @@ from sglang_fl.comm.threads import LOG, start_thread
 
 BEAT_S = 1.0
 UNCHANGED_BEAT_S = 5.0
-VERDICT_LIMIT_S = 2.0
+_VERDICT_LIMIT_S = 2.0
 _STUCK_LIMIT_S = 0.2
 _PREFIX = "sglang_fl/monitor"
 
@@ -150,7 +150,7 @@ class Board:
     def settle(self, limit_s: float) -> None:
         """Wait until the store has what was said so far, which goes with it otherwise: ``limit_s`` seconds at most.
 
-        For a verdict ``VERDICT_LIMIT_S`` at least. Where the last wait was in vain there is none.
+        For a verdict ``_VERDICT_LIMIT_S`` at least. Where the last wait was in vain there is none.
         """
         with self._wanted:
             word, limit_s = self._word, self._limit_s(limit_s)
@@ -166,7 +166,7 @@ class Board:
     def _limit_s(self, limit_s: float) -> float:
         if self._is_stuck:
             return min(limit_s, _STUCK_LIMIT_S)
-        return limit_s if self._verdict_word <= self._taken_word else max(limit_s, VERDICT_LIMIT_S)
+        return limit_s if self._verdict_word <= self._taken_word else max(limit_s, _VERDICT_LIMIT_S)
 
     def leave(self, through: dict[str, int], limit_s: float) -> None:
         """Say that this process ends; at most ``limit_s`` seconds, and no matter whether anybody hears it."""

@@ -138,10 +138,13 @@ class Waiting:
         may_be_under_way = is_from_outside if work is None else not work.is_completed()
         if not may_be_under_way:
             return
-        end_connections(self._group)
-        # From when gloo has let go, the tensor is its owner's alone.
-        if work is None or _failure(work, _END_LIMIT) is None or not work.is_completed():
-            _never_end(self._group)
+        try:
+            end_connections(self._group)
+            if work is not None:
+                _failure(work, _END_LIMIT)  # from when gloo has let go, the tensor is its owner's alone
+        finally:  # another signal may come meanwhile
+            if work is None or not work.is_completed():
+                _never_end(self._group)
 
 
 class BoundedWork:
@@ -182,7 +185,7 @@ def end_connections(group: Any) -> None:
     """
     try:
         backends = str(dist.get_backend_config(group)).split(",")
-    except (AssertionError, TypeError, ValueError):
+    except (TypeError, ValueError):
         return  # torch.distributed has ended it
     if "cpu:gloo" not in backends:
         return
