@@ -36,12 +36,13 @@ class P2PWork:
 
 
 class OwnedSend:
-    """A send that its caller waits for; one that the caller drops instead is held like a blocking one.
+    """A send that its caller waits for; one that is dropped instead, or kept to the end of the process, is held like a
+    blocking one.
 
     Gloo would take it back, and the receiver wait for what never comes.
     """
 
-    __slots__ = ("_adopt", "_is_taken", "_pending")
+    __slots__ = ("__weakref__", "_adopt", "_is_taken", "_pending")
 
     def __init__(self, pending: P2PWork, adopt: Callable[[P2PWork], None]) -> None:
         """``adopt`` takes what nobody has waited for; called by whoever drops it, at any moment."""
@@ -61,10 +62,15 @@ class OwnedSend:
         self._is_taken = self._is_taken or is_done
         return is_done
 
+    def hand_over(self) -> None:
+        """Nobody else will wait for it."""
+        if not self._is_taken:
+            self._is_taken = True
+            self._adopt(self._pending)
+
     def __del__(self) -> None:
         """The caller has dropped it."""
-        if not self._is_taken:
-            self._adopt(self._pending)
+        self.hand_over()
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,7 @@ class PendingSends:
         self._in_flight: Counter[int] = Counter()  # by destination
         self._failed: Counter[int] = Counter()
         self._works: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
+        self._owned: weakref.WeakSet[OwnedSend] = weakref.WeakSet()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -134,7 +141,14 @@ class PendingSends:
             if self._thread is None:
                 self._start_thread()
         pending = begin()
-        return P2PWork(OwnedSend(pending, partial(self._adopt, size_bytes, dst)), pending.payload)
+        owned = OwnedSend(pending, partial(self._adopt, size_bytes, dst))
+        self._owned.add(owned)
+        return P2PWork(owned, pending.payload)
+
+    def take_over(self) -> None:
+        """Hold what callers still have and have not waited for, at the end of the process."""
+        for owned in list(self._owned):
+            owned.hand_over()
 
     def _adopt(self, size_bytes: int, dst: int, pending: P2PWork) -> None:
         with self._changed:
@@ -230,6 +244,7 @@ def _drain_at_exit(_process: int) -> None:
 def _drain_all() -> None:
     ends_s = time.monotonic() + EXIT_LIMIT_S
     for sends in list(_unfinished):
+        sends.take_over()
         lost = sends.drain(max(0.0, ends_s - time.monotonic()))
         if lost:
             logger.error("[sglang_fl] group %s: the process ends with %s", sends.group, lost)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,48 @@ def test_a_send_whose_work_was_dropped_arrives(backend: dict[str, str]) -> None:
     """Given a tensor and a dictionary that a rank sends asynchronously, and whose works it drops at once, when it then
     destroys the group and the other rank receives late, then both arrive."""
     run_ranks(_dropped, 2, env=backend, start_method="spawn")
+
+
+def _kept(context: RankContext) -> None:
+    dist.init_process_group("gloo", init_method=context.init_method, rank=context.rank, world_size=2)
+    group, store = communicator_of_all(context, operation_timeout_s=30.0), context.store("sent")
+    if context.rank == 0:
+        # A name of the module lives until Python has nothing left that could wait.
+        globals()["kept"] = group.isend(torch.full((2**18,), 2.0), 1)
+        store.set("sent", "")
+        return
+    store.wait(["sent"])
+    time.sleep(0.5)
+    assert group.recv(torch.Size([2**18]), torch.float32, 0).eq(2.0).all()
+
+
+def test_a_send_whose_work_is_kept_to_the_end_of_the_process_arrives() -> None:
+    """Given a send whose work a rank keeps and does not wait for, when the rank ends, then it ends once the other one
+    has received. Over torch: FlagCX's own thread has carried it before."""
+    env = {"SGLANG_FL_DIST_BACKEND": "torch", "FLAGCX_PATH": ""}
+    run_ranks(_kept, 2, env=env, gloo=False, start_method="spawn")
+
+
+def _waits_twice(context: RankContext) -> None:
+    group = communicator_of_all(context, operation_timeout_s=600.0)
+    if context.rank == 0:
+        work = group.isend(torch.ones(5), 1).work
+        assert work is not None
+        waits = [threading.Thread(target=work.wait) for _ in range(3)]
+        for each in waits:
+            each.start()
+        work.wait()
+        for each in waits:
+            each.join(20)
+            assert not each.is_alive()
+    else:
+        assert group.recv(torch.Size([5]), torch.float32, 0).tolist() == [1.0] * 5
+    assert group.all_reduce(torch.ones(2)).tolist() == [2.0] * 2
+
+
+def test_a_work_may_be_waited_for_more_than_once(backend: dict[str, str]) -> None:
+    """Given a send, when several threads wait for its work, then all of them return, and the group goes on."""
+    run_ranks(_waits_twice, 2, env=backend)
 
 
 def _dropped_and_lost(context: RankContext) -> None:

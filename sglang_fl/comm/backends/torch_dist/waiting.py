@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -148,14 +149,20 @@ class Waiting:
 
 
 class BoundedWork:
-    """A work whose wait ends at the transport's limit."""
+    """A work whose wait ends at the transport's limit. All waits for it end as the first one has ended.
 
-    __slots__ = ("_is_transfer", "_waiting", "_work")
+    Gloo's second wait for a transfer would be for a further message, and end the group when that does not come.
+    """
+
+    __slots__ = ("_error", "_has_ended", "_is_transfer", "_lock", "_waiting", "_work")
 
     def __init__(self, work: Any, waiting: Waiting, is_transfer: bool) -> None:
         self._work = work
         self._waiting = waiting
         self._is_transfer = is_transfer
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._error: CommError | None = None
 
     def wait(self) -> None:
         """Block until it is done.
@@ -163,10 +170,16 @@ class BoundedWork:
         Raises:
             CommError: it failed, or was not done within the limit.
         """
-        if self._is_transfer:
-            self._waiting.finish_transfer(self._work)
-        else:
-            self._waiting.finish(self._work)
+        with self._lock:
+            if not self._has_ended:
+                try:
+                    finish = self._waiting.finish_transfer if self._is_transfer else self._waiting.finish
+                    finish(self._work)
+                except CommError as error:
+                    self._error = error
+                self._has_ended = True
+        if self._error is not None:
+            raise self._error
 
     def is_completed(self) -> bool:
         """Whether it is done."""
